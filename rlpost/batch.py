@@ -1,0 +1,264 @@
+"""What moves between rollout and training: `Trajectory`, `Group`, and `Batch` with its declared columns.
+
+A `Batch` of B sequences holds every token column flat, `[N]`, over one shared `cu_seqlens [B + 1]`: no padding, no
+separate prompt tensor. A value at position t always belongs to the token at position t (`old_logprobs[t]` is the
+logprob *of* `token_ids[t]`); the shift by one happens inside the engine's logprob head and nowhere else.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+
+class Provenance(IntEnum):
+    """Where a token came from; the only source of loss masks. Only MODEL tokens are trained."""
+
+    TEMPLATE = 0  # prompt, chat template, anything the user or the format wrote
+    MODEL = 1  # sampled by the policy
+    TOOL = 2  # returned by a tool or environment
+    PAD = 3
+
+
+class Status(StrEnum):
+    """How a trajectory ended."""
+
+    STOP = "stop"  # the model emitted a stop token (which is part of the trajectory)
+    LENGTH = "length"  # cut off at the token limit
+    ABORT = "abort"  # cut off by us; partial
+    REWARD_ERROR = "reward_error"  # scoring failed: never a 0, masked from training
+
+
+@dataclass(slots=True, kw_only=True)
+class Trajectory:
+    """One sampled sequence, prompt included. All arrays are `[T]` and aligned with `token_ids`.
+
+    Attributes:
+        token_ids: int64.
+        provenance: uint8, `Provenance` of each token.
+        rollout_logprobs: float32, logprob under the policy that sampled it (behaviour); 0 where not MODEL.
+        versions: int32, weight version that sampled it; -1 where not MODEL.
+        rewards: float32, per token; an outcome reward sits on the last MODEL token.
+        status: how it ended.
+        sample_id: index within its group, 0..n-1.
+        reward_parts: named scalar parts of the reward, unweighted, for the log (`accuracy`, `format`, ...).
+        error: why scoring failed, when `status` is REWARD_ERROR.
+        extras: bulk that travels with the sequence (images, routed experts) as object references.
+    """
+
+    token_ids: np.ndarray
+    provenance: np.ndarray
+    rollout_logprobs: np.ndarray
+    versions: np.ndarray
+    rewards: np.ndarray
+    status: Status
+    sample_id: int = 0
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    extras: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lengths = {len(getattr(self, name)) for name in ("token_ids", "provenance", "rollout_logprobs", "versions", "rewards")}
+        assert len(lengths) == 1, f"trajectory columns differ in length: {sorted(lengths)}"
+
+    @property
+    def response_ids(self) -> np.ndarray:
+        """The tokens the policy sampled, `[number of MODEL tokens]`."""
+        return self.token_ids[self.provenance == Provenance.MODEL]
+
+    @property
+    def reward(self) -> float:
+        """Sum of the token rewards."""
+        return float(self.rewards.sum())
+
+
+@dataclass(slots=True, kw_only=True)
+class Prompt:
+    """One problem, tokenized.
+
+    Attributes:
+        id: unique within the run: source, epoch and row.
+        index: position in the order of issue over the whole run (0, 1, 2, ...).
+        token_ids: int64 `[P]`, what the engine is given.
+        text: the prompt as text, for tables and rewards.
+        data_source: name of the data set, key of validation metrics.
+        ground_truth: what the reward compares with; anything picklable.
+        extra_info: further columns of the row.
+    """
+
+    id: str
+    index: int
+    token_ids: np.ndarray
+    text: str
+    data_source: str
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """The n trajectories of one prompt. Grouping is by `id`, never by position."""
+
+    id: str
+    index: int
+    data_source: str
+    prompt: Prompt
+    trajectories: list[Trajectory]
+
+
+@dataclass(slots=True, frozen=True)
+class Column:
+    """A declared column: `per` is "token" (`[N]`) or "row" (`[B]`)."""
+
+    per: str
+    dtype: torch.dtype
+    doc: str
+
+
+COLUMNS: dict[str, Column] = {
+    "token_ids": Column("token", torch.int64, "the sequence, prompt included"),
+    "provenance": Column("token", torch.uint8, "Provenance of each token"),
+    "response_mask": Column("token", torch.bool, "tokens that are trained: MODEL tokens of usable trajectories"),
+    "rollout_logprobs": Column("token", torch.float32, "behaviour policy, as the engine reported"),
+    "old_logprobs": Column("token", torch.float32, "proximal policy: the trainer at the start of the step"),
+    "ref_logprobs": Column("token", torch.float32, "reference policy"),
+    "logprobs": Column("token", torch.float32, "an inference pass of any role, before it gets its role's name"),
+    "entropy": Column("token", torch.float32, "entropy of the current policy at each token, nats"),
+    "values": Column("token", torch.float32, "critic's value before each token was chosen"),
+    "rewards": Column("token", torch.float32, "scores, KL penalty included once the algorithm added it"),
+    "advantages": Column("token", torch.float32, "advantage of each token"),
+    "returns": Column("token", torch.float32, "value targets"),
+    "versions": Column("token", torch.int32, "weight version that sampled each token, -1 elsewhere"),
+    "loss_weights": Column("token", torch.float32, "share of each token in the mini-batch's loss"),
+    "group": Column("row", torch.int64, "Group.index of the row"),
+    "sample_id": Column("row", torch.int64, "index within the group"),
+    "truncated": Column("row", torch.bool, "ended by the token limit"),
+    "usable": Column("row", torch.bool, "False where scoring failed or the trajectory is partial"),
+    "accuracy": Column("row", torch.float32, "the unshaped accuracy part of the reward; NaN where there is none"),
+}
+
+
+class Batch:
+    """B sequences with token columns `[N]` and row columns `[B]` (see `COLUMNS`).
+
+    Two TensorDicts share `cu_seqlens` (int64 `[B + 1]`): `tokens` with batch size `[N]`, `rows` with `[B]`.
+    `batch["name"]` reads a column of either; `update` adds columns after checking name, length and dtype.
+    """
+
+    def __init__(self, cu_seqlens: torch.Tensor, columns: dict[str, torch.Tensor] | None = None):
+        self.cu_seqlens = cu_seqlens.to(torch.int64)
+        self.tokens = TensorDict({}, batch_size=[int(self.cu_seqlens[-1])])
+        self.rows = TensorDict({}, batch_size=[len(cu_seqlens) - 1])
+        self.update(columns or {})
+
+    def __len__(self) -> int:
+        return self.rows.batch_size[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """N, all tokens of all sequences."""
+        return self.tokens.batch_size[0]
+
+    @property
+    def seqlens(self) -> torch.Tensor:
+        """`[B]` int64 length of each sequence."""
+        return self.cu_seqlens.diff()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tokens.keys() or name in self.rows.keys()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self.tokens.keys():
+            return self.tokens[name]
+        if name in self.rows.keys():
+            return self.rows[name]
+        raise KeyError(f"batch has no column '{name}'; it has {sorted([*self.tokens.keys(), *self.rows.keys()])}")
+
+    def columns(self) -> dict[str, torch.Tensor]:
+        """Every column by name."""
+        return {**dict(self.tokens.items()), **dict(self.rows.items())}
+
+    def update(self, columns: "dict[str, torch.Tensor] | Batch") -> "Batch":
+        """Add or replace columns; returns self.
+
+        Raises:
+            ValueError: a column that `COLUMNS` does not declare, or of another length than the batch.
+        """
+        for name, values in (columns.columns() if isinstance(columns, Batch) else columns).items():
+            if name not in COLUMNS:
+                raise ValueError(f"column '{name}' is not declared in rlpost.batch.COLUMNS")
+            column = COLUMNS[name]
+            target = self.tokens if column.per == "token" else self.rows
+            if values.shape != target.batch_size:
+                raise ValueError(f"column '{name}' has shape {list(values.shape)}, expected {list(target.batch_size)}")
+            target[name] = values.to(column.dtype)
+        return self
+
+    def select(self, rows: Sequence[int] | torch.Tensor, names: Iterable[str] | None = None) -> "Batch":
+        """The given rows in the given order, with the named columns (default: all)."""
+        rows = torch.as_tensor(rows, dtype=torch.int64)
+        lengths = self.seqlens[rows]
+        cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        picked = Batch(cu_seqlens)
+        wanted = None if names is None else set(names)
+        tokens = self.tokens if wanted is None else self.tokens.select(*[k for k in self.tokens.keys() if k in wanted])
+        table = self.rows if wanted is None else self.rows.select(*[k for k in self.rows.keys() if k in wanted])
+        shift = self.cu_seqlens[:-1][rows] - cu_seqlens[:-1]
+        picked.tokens = tokens[torch.arange(int(cu_seqlens[-1])) + shift.repeat_interleave(lengths)]
+        picked.rows = table[rows]
+        return picked
+
+    @staticmethod
+    def cat(parts: "Sequence[Batch]") -> "Batch":
+        """Concatenate batches that hold the same columns."""
+        lengths = torch.cat([part.seqlens for part in parts])
+        whole = Batch(torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+        whole.tokens = torch.cat([part.tokens for part in parts])
+        whole.rows = torch.cat([part.rows for part in parts])
+        return whole
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """A copy on `device`."""
+        moved = Batch(self.cu_seqlens.to(device))
+        moved.tokens, moved.rows = self.tokens.to(device), self.rows.to(device)
+        return moved
+
+
+def collate(groups: Sequence[Group], n: int) -> Batch:
+    """Stack the trajectories of complete groups, group by group, into one `Batch`.
+
+    Args:
+        groups: each with exactly `n` trajectories.
+        n: samples a prompt (`rollout.n`).
+
+    Raises:
+        ValueError: a partial group, named by its id.
+    """
+    for group in groups:
+        if len(group.trajectories) != n:
+            raise ValueError(f"group '{group.id}' has {len(group.trajectories)} trajectories, rollout.n is {n}")
+    pairs = [(group, t) for group in groups for t in group.trajectories]
+    lengths = torch.tensor([len(t.token_ids) for _, t in pairs], dtype=torch.int64)
+    batch = Batch(torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+
+    def tokens(name: str) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([getattr(t, name) for _, t in pairs]))
+
+    usable = torch.tensor([t.status in (Status.STOP, Status.LENGTH) for _, t in pairs])
+    provenance = tokens("provenance")
+    return batch.update(
+        {name: tokens(name) for name in ("token_ids", "rollout_logprobs", "versions", "rewards")}
+        | {
+            "provenance": provenance,
+            "response_mask": (provenance == Provenance.MODEL) & usable.repeat_interleave(lengths),
+            "group": torch.tensor([group.index for group, _ in pairs]),
+            "sample_id": torch.tensor([t.sample_id for _, t in pairs]),
+            "truncated": torch.tensor([t.status == Status.LENGTH for _, t in pairs]),
+            "usable": usable,
+            "accuracy": torch.tensor([t.reward_parts.get("accuracy", float("nan")) for _, t in pairs]),
+        }
+    )
