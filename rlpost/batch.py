@@ -168,6 +168,11 @@ class Batch:
         """`[B]` int64 length of each sequence."""
         return self.cu_seqlens.diff()
 
+    @property
+    def row_of_token(self) -> torch.Tensor:
+        """`[N]` int64 row that each token belongs to."""
+        return torch.arange(len(self), device=self.cu_seqlens.device).repeat_interleave(self.seqlens)
+
     def __contains__(self, name: str) -> bool:
         return name in self.tokens.keys() or name in self.rows.keys()
 

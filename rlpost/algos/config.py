@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass, field
 
+# see the table in kl.py
+KL_PENALTIES = ("k1", "k2", "k3", "low_var_kl", "abs")
+KL_LOSSES = ("k2", "k1+", "k3+", "k3", "low_var_kl", "abs")
+
 
 @dataclass(slots=True, kw_only=True)
 class KLControlConfig:
@@ -15,6 +19,12 @@ class KLControlConfig:
     def __post_init__(self) -> None:
         if self.type not in ("fixed", "adaptive"):
             raise ValueError(f"algo.kl_ctrl.type={self.type}: expected 'fixed' or 'adaptive'")
+        if self.kl_coef < 0.0:
+            raise ValueError(f"algo.kl_ctrl.kl_coef={self.kl_coef}: must be >= 0 (it is subtracted from the reward)")
+        if self.horizon < 1 or self.target_kl <= 0.0:
+            raise ValueError(
+                f"algo.kl_ctrl.horizon={self.horizon}, algo.kl_ctrl.target_kl={self.target_kl}: must be >= 1 and > 0"
+            )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,7 +48,8 @@ class RolloutCorrectionConfig:
     """Correction for behaviour (engine) and proximal (trainer) policies that differ.
 
     `rollout_is` weighs the loss by the truncated ratio proximal/behaviour (TIS); `rollout_rs` rejects by masking.
-    Levels: `token`, `sequence` (product over tokens), `geometric` (its length-normalised form).
+    Levels: `token`, `sequence` (product over tokens), `geometric` (its length-normalised form). A rejected token
+    contributes 0 and stays in the loss's denominator.
     """
 
     rollout_is: str | None = None
@@ -52,8 +63,17 @@ class RolloutCorrectionConfig:
         for name in ("rollout_is", "rollout_rs"):
             if getattr(self, name) not in (None, "token", "sequence", "geometric"):
                 raise ValueError(
-                    f"algo.rollout_correction.{name}={getattr(self, name)}: expected null, 'token', 'sequence' or 'geometric'"
+                    f"algo.rollout_correction.{name}={getattr(self, name)}: "
+                    "expected null, 'token', 'sequence' or 'geometric'"
                 )
+        for name in ("rollout_is_threshold", "rollout_rs_threshold"):
+            if getattr(self, name) < 1.0:
+                raise ValueError(
+                    f"algo.rollout_correction.{name}={getattr(self, name)}: must be >= 1, the ratio of equal policies"
+                )
+        for name in ("rollout_rs_threshold_lower", "rollout_token_veto_threshold"):
+            if getattr(self, name) is not None and not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"algo.rollout_correction.{name}={getattr(self, name)}: must lie in [0, 1], or null")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,7 +87,7 @@ class AlgoConfig:
     gamma: float = 1.0
     lam: float = 1.0
     norm_adv_by_std_in_grpo: bool = True
-    whiten_advantages: bool = False  # over all response tokens of the batch; PPO and REINFORCE++ do
+    whiten_advantages: bool = False  # over the batch's response tokens; REINFORCE++ does so whatever is set here
 
     # policy loss
     loss_mode: str = "ppo_clip"
@@ -77,13 +97,13 @@ class AlgoConfig:
     sapo_tau_pos: float = 1.0
     sapo_tau_neg: float = 1.05
     loss_agg_mode: str = "token-mean"
-    loss_scale_factor: int | None = None  # Dr.GRPO's constant length; null: data.max_response_length
+    loss_scale_factor: int | None = None  # Dr.GRPO's constant length in tokens; null: data.max_response_length
     entropy_coeff: float = 0.0
 
     # KL to the reference policy
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001
-    kl_loss_type: str = "low_var_kl"
+    kl_loss_type: str = "k3+"
     use_kl_in_reward: bool = False
     kl_penalty: str = "k1"
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
@@ -98,11 +118,35 @@ class AlgoConfig:
         if not 0.0 <= self.lam <= 1.0:
             raise ValueError(f"algo.lam={self.lam}: must lie in [0, 1]")
         if not 0.0 <= self.clip_ratio_low <= 1.0:
-            raise ValueError(f"algo.clip_ratio_low={self.clip_ratio_low}: must lie in [0, 1] (the ratio's floor is 1 - it)")
+            raise ValueError(
+                f"algo.clip_ratio_low={self.clip_ratio_low}: must lie in [0, 1] (the ratio's floor is 1 - it)"
+            )
         if self.clip_ratio_high < 0.0:
             raise ValueError(f"algo.clip_ratio_high={self.clip_ratio_high}: must be >= 0")
         if self.clip_ratio_c is not None and self.clip_ratio_c <= 1.0:
-            raise ValueError(f"algo.clip_ratio_c={self.clip_ratio_c}: dual clip needs a bound above 1, or null for none")
+            raise ValueError(
+                f"algo.clip_ratio_c={self.clip_ratio_c}: dual clip needs a bound above 1, or null for none"
+            )
+        if min(self.sapo_tau_pos, self.sapo_tau_neg) <= 0.0:
+            raise ValueError(
+                f"algo.sapo_tau_pos={self.sapo_tau_pos}, algo.sapo_tau_neg={self.sapo_tau_neg}: must be > 0"
+            )
+        if self.loss_scale_factor is not None and self.loss_scale_factor < 1:
+            raise ValueError(f"algo.loss_scale_factor={self.loss_scale_factor}: must be >= 1 token, or null")
+        self._check_kl()
+
+    def _check_kl(self) -> None:
+        if self.kl_loss_type == "k1":
+            raise ValueError(
+                "algo.kl_loss_type=k1: as a loss its expected gradient on on-policy data is zero, so only noise "
+                "is left. Set k1+ (the value of k1 with the gradient of the reverse KL) or k2"
+            )
+        if self.kl_loss_type not in KL_LOSSES:
+            raise ValueError(f"algo.kl_loss_type={self.kl_loss_type}: expected one of {', '.join(KL_LOSSES)}")
+        if self.kl_penalty not in KL_PENALTIES:
+            raise ValueError(f"algo.kl_penalty={self.kl_penalty}: expected one of {', '.join(KL_PENALTIES)}")
+        if self.kl_loss_coef < 0.0:
+            raise ValueError(f"algo.kl_loss_coef={self.kl_loss_coef}: must be >= 0")
 
     @property
     def needs_reference(self) -> bool:

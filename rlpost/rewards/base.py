@@ -1,9 +1,10 @@
-"""What users write to score answers: `RewardFn`. An error is an error, never a 0."""
+"""What users write to score answers: `RewardFn`, and the registry of terms. An error is an error, never a 0."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from rlpost.batch import Prompt
+from rlpost.registry import Registry
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,6 +28,40 @@ class RewardError(Exception):
     """Scoring failed (exception, time-out, crash, non-finite value): the trajectory is masked and counted."""
 
 
-# Sees the whole group; sync or async; returns one `Reward` (or a float) an answer. `kwargs` come from the config.
+# Sees the whole group; sync or async; returns one `Reward` (or a float) an answer. `kwargs` come from the config; a
+# `RewardError` in the place of a reward fails that answer alone.
 RewardFn = Callable[..., Sequence[Reward | float] | Awaitable[Sequence[Reward | float]]]
 Scorer = Callable[[Prompt, Sequence[Answer]], Awaitable[list[Reward | RewardError]]]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RewardTerm:
+    """A reward function and how it is called.
+
+    Attributes:
+        isolated: runs in a killable process. In the caller's process nothing stops a hang or survives a crash: that
+            suits only functions whose time is linear in the text.
+        per_answer: one call an answer, so that a hang or crash costs only that one; the function still gets a sequence.
+        imports: optional packages that it needs, imported in the process before the first call.
+    """
+
+    fn: RewardFn
+    isolated: bool = True
+    per_answer: bool = False
+    imports: tuple[str, ...] = ()
+
+
+_MODULES = ("match", "math_answer", "model", "reasoning_gym", "shaping", "verl")
+REWARDS: Registry[RewardTerm] = Registry("reward term", modules=[f"rlpost.rewards.{name}" for name in _MODULES])
+
+
+def register_reward(
+    name: str, *, isolated: bool = True, per_answer: bool = False, imports: tuple[str, ...] = ()
+) -> Callable[[RewardFn], RewardFn]:
+    """Decorator: file a reward function under `name`; see `RewardTerm` for the options."""
+
+    def add(fn: RewardFn) -> RewardFn:
+        REWARDS.register(name)(RewardTerm(fn=fn, isolated=isolated, per_answer=per_answer, imports=imports))
+        return fn
+
+    return add

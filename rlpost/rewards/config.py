@@ -1,5 +1,6 @@
 """Schema of the `reward` group."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,8 +10,13 @@ class RewardTermConfig:
     """One scored part of the reward: a registered name or the dotted path of a function, sync or async."""
 
     fn: str = "???"
-    weight: float = 1.0
+    weight: float = 1.0  # 0: logged, not rewarded
     kwargs: dict[str, Any] = field(default_factory=dict)
+    per_answer: bool | None = None  # one call an answer: a hang costs only that one; null: the term's own
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight):
+            raise ValueError(f"reward.terms.*.weight={self.weight}: must be finite")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -18,7 +24,7 @@ class OverlongBufferConfig:
     """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13): linear over the last `len` tokens of the limit."""
 
     enable: bool = False
-    len: int = 0
+    len: int | None = None  # null: a quarter of data.max_response_length
     penalty_factor: float = 1.0
 
 
@@ -26,10 +32,17 @@ class OverlongBufferConfig:
 class RewardModelConfig:
     """A sequence-classification checkpoint, served by a worker of its own; used by the term `fn: reward_model`."""
 
-    path: str | None = None
-    max_length: int = 2048
+    path: str | None = None  # folder or hub id; null: none is served
+    max_length: int = 2048  # tokens of prompt and answer; what is longer loses its beginning
     batch_size: int = 16
-    dtype: str = "auto"
+    dtype: str = "auto"  # bfloat16 on GPUs, float32 on CPU
+
+    def __post_init__(self) -> None:
+        for key in ("max_length", "batch_size"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"reward.reward_model.{key}={getattr(self, key)}: must be >= 1")
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ValueError(f"reward.reward_model.dtype={self.dtype}: expected auto, float32, bfloat16 or float16")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,3 +59,10 @@ class RewardConfig:
     def __post_init__(self) -> None:
         if self.timeout_s <= 0:
             raise ValueError(f"reward.timeout_s={self.timeout_s}: must be > 0")
+        if self.num_processes < 1:
+            raise ValueError(f"reward.num_processes={self.num_processes}: must be >= 1")
+        if not 0 <= self.max_error_rate <= 1:
+            raise ValueError(f"reward.max_error_rate={self.max_error_rate}: must lie in [0, 1]")
+        for name in self.terms:
+            if "/" in name or name == "overlong":
+                raise ValueError(f"reward.terms.{name}: a term may not be called 'overlong' or contain '/'; rename it")

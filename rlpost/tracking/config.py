@@ -3,13 +3,24 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlpost.registry import near
+
+LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
+
 
 @dataclass(slots=True, kw_only=True)
 class TrackingConfig:
-    """Where metrics go. `logger` takes any of console, jsonl, tensorboard, wandb, mlflow."""
+    """Where metrics go. `logger` lists console, jsonl, tensorboard, wandb, mlflow, or dotted paths of own Trackers."""
 
     logger: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
     project_name: str = "rlpost"
     experiment_name: str | None = None  # null: the run folder's name
     wandb: dict[str, Any] = field(default_factory=dict)  # keyword arguments of wandb.init
     mlflow_uri: str | None = None  # null: <run folder>/mlflow
+
+    def __post_init__(self) -> None:
+        for name in self.logger:
+            if name not in LOGGERS and "." not in name:
+                raise ValueError(f"tracking.logger: no such tracker '{name}'; {near(name, LOGGERS)}")
+            if self.logger.count(name) > 1:
+                raise ValueError(f"tracking.logger={self.logger}: '{name}' is listed twice")

@@ -1,5 +1,6 @@
 """What an inference backend must offer: `RolloutEngine`, token ids in, token ids and their logprobs out."""
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlpost.batch import Status
+from rlpost.registry import Registry
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -49,6 +51,23 @@ class Completion:
     extras: dict[str, Any] = field(default_factory=dict)
 
 
+def request_seed(*parts: object) -> int:
+    """A seed that depends on nothing but `parts`, alike in every process and run."""
+    text = "\0".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "little")
+
+
+def join(first: Completion, second: Completion) -> Completion:
+    """A sample that was interrupted, and its continuation; the status is the continuation's."""
+    return Completion(
+        token_ids=np.concatenate([first.token_ids, second.token_ids]),
+        logprobs=np.concatenate([first.logprobs, second.logprobs]),
+        versions=np.concatenate([first.versions, second.versions]),
+        status=second.status,
+        extras=first.extras | second.extras,
+    )
+
+
 class RolloutEngine(ABC):
     """One replica of the inference engine, living in one process (a Ray actor, see `worker.py`).
 
@@ -61,8 +80,13 @@ class RolloutEngine(ABC):
         """Load the model; the engine's own error comes through when it fails."""
 
     @abstractmethod
-    async def generate(self, token_ids: Sequence[int], spec: SamplingSpec, seed: int, request_id: str) -> Completion:
-        """Sample one continuation of `token_ids`; the same seed and weights give the same tokens."""
+    async def generate(
+        self, token_ids: Sequence[int], spec: SamplingSpec, seed: int, request_id: str, n: int = 1
+    ) -> list[Completion]:
+        """Sample `n` continuations of `token_ids`; number i draws with `seed + i`.
+
+        The same seed and weights give the same tokens. Waits while the engine is paused or being updated.
+        """
 
     @abstractmethod
     async def abort(self, request_id: str | None = None) -> None:
@@ -70,7 +94,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def pause(self, keep: bool) -> None:
-        """Stop scheduling; `keep` holds running requests for `resume`, otherwise they are aborted."""
+        """Stop sampling, and return when nothing runs; `keep` holds running requests for `resume`, else they are aborted."""
 
     @abstractmethod
     async def resume(self) -> None:
@@ -78,7 +102,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def sleep(self, level: int = 1) -> None:
-        """Free device memory: KV cache (and weights, kept in host memory at level 1, dropped at 2)."""
+        """Free device memory: KV cache (and weights, kept in host memory at level 1, dropped at 2). Nothing to free on CPU."""
 
     @abstractmethod
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
@@ -86,7 +110,11 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def begin_update(self, manifest: "WeightManifest") -> None:
-        """Open an update; names, shapes and dtypes are checked before anything is written."""
+        """Open an update; names and shapes are checked before anything is written.
+
+        Raises:
+            ValueError: the manifest is not what the engine's checkpoint holds; names the difference.
+        """
 
     @abstractmethod
     async def load_bucket(self, bucket: dict[str, Any]) -> None:
@@ -94,7 +122,14 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def finish_update(self, version: int) -> int | None:
-        """Close the update: post-process, drop caches, take `version`. Returns the digest of the bytes received where the receiver is ours."""
+        """Close the update: post-process, drop caches, take `version`.
+
+        Returns the digest of the bytes received, None where the engine's own receiver does not give one.
+        """
+
+    @abstractmethod
+    async def device_uuids(self) -> list[str]:
+        """The physical devices that hold this replica's weights, one a tensor-parallel rank; "cpu" without one."""
 
     @abstractmethod
     async def shutdown(self) -> None:
@@ -107,3 +142,9 @@ class WeightManifest:
 
     version: int
     tensors: dict[str, tuple[tuple[int, ...], str]]
+
+
+# name -> class, built as `cls(cfg: RolloutConfig, model: ModelInfo, max_model_len: int)`
+ENGINES: Registry[type[RolloutEngine]] = Registry(
+    "rollout engine", modules=("rlpost.workers.rollout.vllm", "rlpost.workers.rollout.hf")
+)

@@ -1,0 +1,33 @@
+# make demo | test | lint | clean. Everything runs in a plain virtual environment, .venv, made on first use.
+PYTHON ?=
+VENV ?= .venv
+SEED ?= 1
+ARGS ?=
+
+.PHONY: help setup demo test lint clean
+
+help:
+	@echo "make demo [SEED=1]      train the quickstart task on this machine; the last line is a JSON summary"
+	@echo "make test [ARGS=...]    the whole test suite; ARGS goes to pytest"
+	@echo "make lint               ruff, mypy, import-linter"
+	@echo "make setup [PYTHON=...] only make .venv (Python 3.11 or 3.12) and install into it"
+	@echo "make clean              remove .venv, caches and build products; runs in outputs/ stay"
+
+setup:
+	@PYTHON="$(PYTHON)" bash scripts/setup_env.sh $(VENV)
+
+demo: setup
+	@$(VENV)/bin/python -m rlpost.main experiment=quickstart seed=$(SEED)
+
+test: setup
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find rlpost tests examples benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

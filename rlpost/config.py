@@ -1,0 +1,165 @@
+"""The root schema, its registration with Hydra, and the checks that need more than one section. No torch, no ray."""
+
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlpost.algos.config import AlgoConfig
+from rlpost.data_config import DataConfig
+from rlpost.registry import near
+from rlpost.rewards.config import RewardConfig
+from rlpost.tracking.config import TrackingConfig
+from rlpost.trainer.config import ClusterConfig, TrainerConfig
+from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, RefConfig, RolloutConfig
+
+PACKAGE = Path(__file__).parent
+CONFIG_DIR = PACKAGE / "_config" if (PACKAGE / "_config").is_dir() else PACKAGE.parent / "config"
+
+
+@dataclass(slots=True, kw_only=True)
+class Config:
+    """Everything a run is made of; each section goes to the component that reads it, never the whole."""
+
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    seed: int = 1
+    cache_dir: str = "~/.cache/rlpost"  # made checkpoints
+
+    def __post_init__(self) -> None:
+        problems = list(cross_checks(self))
+        if problems:
+            raise ValueError("\n".join(problems))
+
+
+SECTIONS: dict[str, type] = {
+    "algo": AlgoConfig,
+    "model": ModelConfig,
+    "actor": ActorConfig,
+    "critic": CriticConfig,
+    "ref": RefConfig,
+    "rollout": RolloutConfig,
+    "reward": RewardConfig,
+    "data": DataConfig,
+    "trainer": TrainerConfig,
+    "cluster": ClusterConfig,
+    "tracking": TrackingConfig,
+}
+
+
+def register() -> None:
+    """File the schemas with Hydra: `schema` in every group, `root_schema` for the root."""
+    store = ConfigStore.instance()
+    for name, schema in SECTIONS.items():
+        store.store(group=name, name="schema", node=schema)
+    store.store(name="root_schema", node=Config)
+
+
+def cross_checks(cfg: Config) -> Iterator[str]:
+    """One sentence for each rule between sections that is broken: keys, values and the fix."""
+    algo, actor, rollout, data = cfg.algo, cfg.actor, cfg.rollout, cfg.data
+    if algo.adv_estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline") and rollout.n < 2:
+        yield (
+            f"rollout.n={rollout.n} with algo.adv_estimator={algo.adv_estimator}: a group of one has no baseline and every "
+            "advantage would be 0. Set rollout.n to 2 or more, or algo=ppo / algo=reinforce_plus_plus"
+        )
+    for section, role in (("actor", actor), ("critic", cfg.critic)):
+        if section == "critic" and not algo.needs_critic:
+            continue
+        if role.ppo_mini_batch_size > data.train_batch_size:
+            yield (
+                f"{section}.ppo_mini_batch_size={role.ppo_mini_batch_size} is larger than "
+                f"data.train_batch_size={data.train_batch_size} (both count prompts): lower the first or raise the second"
+            )
+        longest = data.max_prompt_length + data.max_response_length
+        if role.ppo_max_token_len_per_gpu * role.ulysses_sequence_parallel_size < longest:
+            yield (
+                f"{section}.ppo_max_token_len_per_gpu={role.ppo_max_token_len_per_gpu} x "
+                f"{section}.ulysses_sequence_parallel_size={role.ulysses_sequence_parallel_size} holds no sequence of "
+                f"data.max_prompt_length + data.max_response_length = {longest} tokens: raise it to at least that"
+            )
+    if rollout.max_model_len is not None and rollout.max_model_len < data.max_prompt_length + data.max_response_length:
+        yield (
+            f"rollout.max_model_len={rollout.max_model_len} is below data.max_prompt_length + data.max_response_length = "
+            f"{data.max_prompt_length + data.max_response_length}"
+        )
+    if cfg.trainer.critic_warmup and not algo.needs_critic:
+        yield f"trainer.critic_warmup={cfg.trainer.critic_warmup} but algo.adv_estimator={algo.adv_estimator} has no critic"
+    if algo.filter_groups.enable and algo.filter_groups.metric not in ("reward", *cfg.reward.terms):
+        known = near(algo.filter_groups.metric, ["reward", *cfg.reward.terms])
+        yield f"algo.filter_groups.metric={algo.filter_groups.metric}: no such reward term in reward.terms; {known}"
+    if not cfg.reward.terms:
+        yield "reward.terms is empty: nothing would be rewarded. Choose a preset such as reward=number, or name a term"
+    if cfg.reward.overlong_buffer.enable and (cfg.reward.overlong_buffer.len or 0) > data.max_response_length:
+        yield (
+            f"reward.overlong_buffer.len={cfg.reward.overlong_buffer.len} exceeds "
+            f"data.max_response_length={data.max_response_length}"
+        )
+
+
+def to_object(cfg: DictConfig) -> Config:
+    """The typed config; every section's own checks and `cross_checks` run here.
+
+    Raises:
+        ValueError: what is wrong, by key, with the fix.
+    """
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if missing:
+        raise ValueError(f"{missing[0]} has no value: set it on the command line ({missing[0]}=...) or in an experiment")
+    try:
+        typed = OmegaConf.to_object(cfg)
+    except (OmegaConfBaseException, AttributeError) as error:  # AttributeError: `+key=...` beyond the schema
+        raise ValueError(str(error)) from error
+    assert isinstance(typed, Config)
+    return typed
+
+
+def all_keys(schema: type = Config, prefix: str = "") -> list[str]:
+    """Every dotted key of the schema, for did-you-mean."""
+    keys: list[str] = []
+
+    def walk(node: Any, at: str) -> None:
+        for key in node:
+            path = f"{at}{key}"
+            keys.append(path)
+            child = node._get_node(key)
+            if isinstance(child, DictConfig) and not child._is_missing() and not child._is_none():
+                walk(child, path + ".")
+
+    walk(OmegaConf.structured(schema), prefix)
+    return keys
+
+
+def explain_compose_error(message: str) -> str:
+    """Hydra's or OmegaConf's message about an unknown key or choice, followed by the nearest known keys."""
+    found = (
+        re.search(r"Could not override '([^']+)'", message)
+        or re.search(r"full_key: ([\w.]+)", message)
+        or re.search(r"Key '([^']+)' (?:is )?not in", message)
+        or re.search(r"object has no attribute '([^']+)'", message)
+    )
+    if not found:
+        return message
+    wrong = found.group(1).lstrip("+~")
+    keys = all_keys()
+    last = wrong.rpartition(".")[2]
+    close = difflib.get_close_matches(wrong, keys, n=3, cutoff=0.6)
+    close += [k for k in keys if k.rpartition(".")[2] in difflib.get_close_matches(last, {k.rpartition(".")[2] for k in keys}, 2, 0.7)]
+    names = list(dict.fromkeys(close))[:4]
+    hint = "did you mean " + " or ".join(f"'{n}'" for n in names) + "?" if names else f"sections: {', '.join(SECTIONS)}"
+    return f"{message.strip()}\n'{wrong}' is not a key of rlpost; {hint}"

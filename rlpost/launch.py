@@ -1,0 +1,107 @@
+"""How every command starts: check the command line, compose, run, and end with a status that says how it went.
+
+0 finished; 1 the run failed; 2 the configuration is wrong; 130 interrupted (a checkpoint was kept).
+"""
+
+import asyncio
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from rlpost.config import CONFIG_DIR, Config, explain_compose_error, register, to_object
+
+FAILED, CONFIG_ERROR, INTERRUPTED = 1, 2, 130
+VALUE_FLAGS = {"--cfg", "-c", "--package", "-p", "--info", "-i"}  # the next word is theirs, not an override
+OTHER_CONFIG = {"--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--experimental-rerun"}
+HELP = {"--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc"}
+
+Execute = Callable[[Config, Path], dict[str, Any]]
+
+
+class RunFailed(RuntimeError):
+    """One job of a multirun failed; its own message was printed when it happened."""
+
+
+def launch(execute: Execute) -> None:
+    """Run the command line's configuration, or each of a multirun's, through `execute(config, run_dir)`.
+
+    `execute` returns the summary, printed as JSON on the last line of standard output; `finished: false` in it means
+    interrupted.
+    """
+    register()
+    args = sys.argv[1:]
+    if not {arg.partition("=")[0] for arg in args} & (HELP | OTHER_CONFIG):
+        overrides = [a for before, a in zip(["", *args], args, strict=False) if a[0] != "-" and before not in VALUE_FLAGS]
+        wrong = check_overrides(overrides)
+        if wrong:
+            print(f"rlpost: the configuration is wrong\n{wrong}", file=sys.stderr)
+            sys.exit(CONFIG_ERROR)
+
+    @hydra.main(config_path=str(CONFIG_DIR), config_name="config", version_base="1.3")
+    def job(cfg: DictConfig) -> None:
+        hydra_cfg = HydraConfig.get()
+        status = run(cfg, Path(hydra_cfg.runtime.output_dir), execute)
+        if status and hydra_cfg.mode == RunMode.MULTIRUN:  # Hydra goes on with the rest, then exits non-zero
+            if status == INTERRUPTED:
+                raise KeyboardInterrupt
+            raise RunFailed(f"exit status {status}, see above and {hydra_cfg.runtime.output_dir}")
+        if status:
+            sys.exit(status)
+
+    job()
+
+
+def check_overrides(overrides: list[str]) -> str | None:
+    """Compose once for every choice of every sweep; what is wrong with the first that fails, or None."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+    except HydraException as error:
+        return str(error)
+    first = [_choices(o)[0] for o in parsed]
+    trials = [first] + [[*first[:i], other, *first[i + 1 :]] for i, o in enumerate(parsed) for other in _choices(o)[1:]]
+    for trial in trials:
+        try:
+            with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+                to_object(hydra.compose("config", trial))
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            return explain_compose_error(str(error))
+        finally:
+            GlobalHydra.instance().clear()
+    return None
+
+
+def _choices(override: Any) -> list[str]:
+    if not override.is_sweep_override():
+        return [override.input_line]
+    return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+
+
+def run(cfg: DictConfig, run_dir: Path, execute: Execute) -> int:
+    """Run one configuration in `run_dir`; returns the exit status."""
+    try:
+        summary = execute(to_object(cfg), run_dir)
+    except ValueError as error:
+        print(f"rlpost: {error}", file=sys.stderr)
+        return CONFIG_ERROR
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("rlpost: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:  # the process edge: say what happened, keep the trace, exit non-zero
+        trace = run_dir / "error.txt"
+        trace.write_text(traceback.format_exc())
+        print(f"rlpost: {type(error).__name__}: {error}\n(full trace: {trace})", file=sys.stderr)
+        return FAILED
+    print(json.dumps(summary), flush=True)
+    return 0 if summary.get("finished", True) else INTERRUPTED

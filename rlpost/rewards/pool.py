@@ -1,0 +1,158 @@
+"""Processes for functions that may hang or crash: killed on a time-out, started again, gone after `close`."""
+
+import asyncio
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from rlpost.rewards.child import Call
+
+_START = "import sys; sys.path[:] = {path!r}; from rlpost.rewards.child import serve; serve({fd})"
+
+
+class PoolError(Exception):
+    """A call did not come back: it raised, timed out, or took its process with it."""
+
+
+class ProcessPool:
+    """`num_processes` fresh interpreters that run functions given by dotted path.
+
+    They are started with `python -c`, not by forking or `multiprocessing`: threads and locks of this process are not
+    copied and its `__main__` is not run again, so the pool works in scripts without a guard and inside Ray actors. Each
+    heads a session of its own, and is killed together with whatever it started.
+
+    A call that hangs or crashes costs only itself: its process is replaced before the next call. A process starts with
+    the first call that needs it; starting and importing count against `startup_timeout_s`, not against the call's time.
+    """
+
+    def __init__(self, num_processes: int, startup_timeout_s: float = 120.0):
+        self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="reward-pool")
+        self._idle: queue.SimpleQueue[_Child] = queue.SimpleQueue()
+        self._children = [_Child(startup_timeout_s) for _ in range(num_processes)]
+        for child in self._children:
+            self._idle.put(child)
+
+    async def run(
+        self, path: str, args: Sequence[Any], kwargs: dict[str, Any], timeout_s: float, imports: Sequence[str] = ()
+    ) -> Any:
+        """Result of `path(*args, **kwargs)`; waits for an idle process, and then at most `timeout_s`.
+
+        Args:
+            path: dotted path of the function, importable with this process's `sys.path`.
+            imports: modules to import before the time begins.
+
+        Raises:
+            PoolError: the function raised, timed out or died, or the pool was closed; says which.
+        """
+        call = Call(path=path, args=args, kwargs=kwargs, timeout_s=timeout_s)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, call, tuple(imports))
+        except RuntimeError as error:
+            raise PoolError(f"the pool is closed ({error})") from error
+
+    def _run(self, call: Call, imports: tuple[str, ...]) -> Any:
+        child = self._idle.get()
+        try:
+            return child.call(call, imports)
+        finally:
+            self._idle.put(child)
+
+    def close(self) -> None:
+        """Kill every process; calls in progress or waiting end with a `PoolError`. May be called again."""
+        for child in self._children:
+            child.interrupt()
+        self._threads.shutdown(wait=True)
+        for child in self._children:
+            child.stop()
+
+
+class _Child:
+    """One process, started when needed. Used by one thread at a time, except `interrupt`."""
+
+    def __init__(self, startup_timeout_s: float):
+        self._startup_timeout_s = startup_timeout_s
+        self._process: subprocess.Popen | None = None
+        self._connection: Connection | None = None
+        self._loaded: set[str] = set()
+        self._closed = False
+        self._lock = threading.Lock()  # no process is started once the pool is closed
+
+    def call(self, call: Call, imports: tuple[str, ...]) -> Any:
+        if self._process is not None and self._process.poll() is not None:
+            self.stop()  # it died between two calls: not the fault of this one
+        if self._process is None:
+            self._start()
+        if call.path not in self._loaded:
+            first = Call(path=call.path, timeout_s=self._startup_timeout_s, imports=imports)
+            self._exchange(first, "starting and importing")
+            self._loaded.add(call.path)
+        return self._exchange(call, "the call")
+
+    def interrupt(self) -> None:
+        """Kill the process for good; the thread that waits for it then gets an error."""
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                _kill_session(self._process)
+
+    def stop(self, grace_s: float = 0.0) -> int:
+        """Kill the process, unless it ends in `grace_s`, and what it started; its exit status (negative: a signal)."""
+        process, connection = self._process, self._connection
+        if process is None or connection is None:
+            return 0
+        try:
+            process.wait(timeout=grace_s)
+        except subprocess.TimeoutExpired:
+            pass
+        _kill_session(process)
+        status = process.wait()
+        connection.close()
+        with self._lock:
+            self._process = self._connection = None
+        self._loaded.clear()
+        return status
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._closed:
+                raise PoolError("the pool is closed")
+            self._connection, theirs = Pipe()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _START.format(path=sys.path, fd=theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+
+    def _exchange(self, call: Call, what: str) -> Any:
+        """Send a call and wait for its reply; on silence or death the process is killed."""
+        connection = self._connection
+        assert connection is not None
+        try:
+            connection.send(call)
+            if not connection.poll(call.timeout_s):
+                self.stop()
+                raise PoolError(f"timed out: {what} took more than {call.timeout_s:g} s; its process was killed")
+            fine, reply = connection.recv()
+        except (EOFError, OSError) as error:
+            status = self.stop(grace_s=1.0)  # it is ending: its own exit status tells more than that of a kill
+            said = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+            raise PoolError(f"its process died during {what} ({said})") from error
+        if not fine:
+            raise PoolError(reply)
+        return reply
+
+
+def _kill_session(process: subprocess.Popen) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass  # nothing is left of it (macOS answers the latter for zombies)

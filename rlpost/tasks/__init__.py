@@ -1,0 +1,1 @@
+"""Tasks made by code, used as `task://rlpost.tasks.<module>.<function>?key=value`."""

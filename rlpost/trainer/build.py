@@ -1,0 +1,240 @@
+"""From a typed config to a running `Trainer`, and back to nothing: what is started here is ended here."""
+
+import asyncio
+import dataclasses
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from transformers import PreTrainedTokenizerBase
+
+from rlpost.algos.algorithm import Algorithm
+from rlpost.config import Config
+from rlpost.data import PromptStream, load_val_sets
+from rlpost.platform import RAY_ENV, cpu_count, platform
+from rlpost.tracking.tracking import Tracking
+from rlpost.trainer.colocated import ColocatedSource
+from rlpost.trainer.config import ClusterConfig
+from rlpost.trainer.evaluate import Evaluator
+from rlpost.trainer.gate import ParityGate
+from rlpost.trainer.report import Reporter
+from rlpost.trainer.state import CheckpointStore
+from rlpost.trainer.trainer import Trainer
+from rlpost.workers.group import WorkerGroup
+from rlpost.workers.model import ModelInfo, inspect, resolve_path
+from rlpost.workers.placement import Placement
+from rlpost.workers.rollout.base import SamplingSpec
+from rlpost.workers.rollout.pool import RolloutPool
+from rlpost.workers.weight_sync.base import make_weight_sync
+
+PARITY_LIMIT = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}  # nats, of the engine's dtype
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Facts:
+    """What engine, trainer and data agree on: the checkpoint, its tokenizer, and how training samples."""
+
+    model: ModelInfo
+    tokenizer: PreTrainedTokenizerBase
+    spec: SamplingSpec
+
+    def decode(self, token_ids: Any) -> str:
+        """Text without special tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def execute(cfg: Config, run_dir: Path) -> dict[str, Any]:
+    """Run `cfg` to its end in `run_dir` and return the summary; every process started is ended, however it ends."""
+    return asyncio.run(_execute(cfg, run_dir))
+
+
+async def _execute(cfg: Config, run_dir: Path) -> dict[str, Any]:
+    async with AsyncExitStack() as stack:
+        trainer, reporter = await build(cfg, run_dir, stack)
+        with _stop_on_interrupt(trainer, reporter):
+            summary = await trainer.fit()
+        reporter.finish()
+        return summary
+
+
+def prepare(cfg: Config) -> Facts:
+    """Find the model and read what everyone must know about it; nothing is started.
+
+    Raises:
+        ValueError: the model or tokenizer is not to be had.
+    """
+    info, tokenizer = inspect(cfg.model, Path(cfg.cache_dir).expanduser(), cfg.seed)
+    spec = SamplingSpec(
+        temperature=cfg.rollout.temperature,
+        max_tokens=cfg.data.max_response_length,
+        vocab_size=info.vocab_size,
+        stop_token_ids=tuple(sorted({*info.stop_token_ids, *cfg.rollout.stop_token_ids})),
+    )
+    return Facts(model=info, tokenizer=tokenizer, spec=spec)
+
+
+def start_ray(cfg: ClusterConfig) -> Callable[[], None]:
+    """Start or join Ray; returns what ends it."""
+    arguments: dict[str, Any] = {"log_to_driver": False, "runtime_env": {"env_vars": RAY_ENV}}
+    if cfg.address is None:
+        arguments |= {"address": "local", "num_cpus": max(4, cpu_count()), "include_dashboard": False}
+    else:
+        arguments["address"] = cfg.address
+    ray.init(**(arguments | cfg.ray_init_kwargs))
+    return ray.shutdown
+
+
+def build_evaluator(cfg: Config, facts: Facts) -> Evaluator | None:
+    """Validation over `data.val_files` with `rollout.val_kwargs`; None without validation files."""
+    sets = load_val_sets(cfg.data, facts.tokenizer)
+    if not sets:
+        return None
+    val = cfg.rollout.val_kwargs
+    spec = dataclasses.replace(facts.spec, temperature=val.temperature, top_p=val.top_p, top_k=val.top_k)
+    return Evaluator(sets, val.n, spec, facts.decode, cfg.data.val_batch_size)
+
+
+def build_placement(cfg: Config, stack: AsyncExitStack) -> Placement:
+    """Reserve the devices of the run."""
+    placement = Placement.create(
+        cfg.cluster.nnodes, cfg.cluster.n_gpus_per_node, cfg.rollout.tensor_model_parallel_size, cfg.rollout.num_replicas
+    )
+    stack.callback(placement.remove)
+    return placement
+
+
+async def build_pool(cfg: Config, facts: Facts, placement: Placement, stack: AsyncExitStack) -> RolloutPool:
+    """Engines, workflows and rewards, started."""
+    pool = RolloutPool(
+        cfg.rollout,
+        facts.model,
+        cfg.reward,
+        placement,
+        seed=cfg.seed,
+        max_prompt_length=cfg.data.max_prompt_length,
+        max_response_length=cfg.data.max_response_length,
+    )
+    stack.push_async_callback(pool.shutdown)
+    await pool.start()
+    return pool
+
+
+def build_workers(cfg: Config, facts: Facts, placement: Placement, updates: int, stack: AsyncExitStack) -> WorkerGroup:
+    """Trainer ranks with the roles that the algorithm needs; `updates` is the length of their schedules."""
+    cache = Path(cfg.cache_dir).expanduser()
+    ref, critic = cfg.ref if cfg.algo.needs_reference else None, cfg.critic if cfg.algo.needs_critic else None
+    for role, section in (("ref", ref), ("critic", critic)):
+        if section is not None and section.path is not None:
+            section.path = str(resolve_path(section.path, cache, cfg.seed, f"{role}.path"))
+    workers = WorkerGroup.create(
+        facts.model,
+        cfg.model,
+        cfg.actor,
+        placement=placement,
+        ref=ref,
+        critic=critic,
+        temperature=cfg.rollout.temperature,
+        total_updates={"actor": updates, "critic": updates},
+        seed=cfg.seed,
+        collective_timeout_s=cfg.cluster.collective_timeout_s,
+    )
+    stack.callback(workers.shutdown)
+    return workers
+
+
+async def _together(*starting: Awaitable[Any]) -> list[Any]:
+    """Wait for all, also when one fails: what the others started must be registered before it is closed."""
+    results = await asyncio.gather(*starting, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trainer, Reporter]:
+    """Compose the run; `stack` receives what must be closed.
+
+    Raises:
+        ValueError: something the config names cannot be had; says which key and what to change.
+    """
+    facts = prepare(cfg)
+    stream = PromptStream(cfg.data, facts.tokenizer, cfg.seed)
+    evaluator = build_evaluator(cfg, facts)
+    steps_per_epoch = max(1, len(stream) // cfg.data.train_batch_size)
+    total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * steps_per_epoch
+    updates_per_step = cfg.actor.ppo_epochs * -(-cfg.data.train_batch_size // cfg.actor.ppo_mini_batch_size)
+    algorithm = Algorithm(
+        cfg.algo,
+        updates_per_step=updates_per_step,
+        max_response_length=cfg.data.max_response_length,
+        critic_warmup=cfg.trainer.critic_warmup,
+        cliprange_value=cfg.critic.cliprange_value,
+    )
+    checkpoints = CheckpointStore(run_dir / "checkpoints", cfg.trainer.max_ckpt_to_keep)
+    checkpoints.find(cfg.trainer.resume)  # a wrong path is an error now, not after the engines have started
+
+    reporter = Reporter(
+        Tracking.build(cfg.tracking, run_dir, dataclasses.asdict(cfg), total_steps),
+        run_dir,
+        max_error_rate=cfg.reward.max_error_rate,
+        decode=facts.decode,
+        rollout_dir=Path(cfg.trainer.rollout_data_dir) if cfg.trainer.rollout_data_dir else None,
+    )
+    stack.callback(reporter.close)
+    stack.callback(start_ray(cfg.cluster))
+    placement = build_placement(cfg, stack)
+    pool, workers = await _together(
+        build_pool(cfg, facts, placement, stack), asyncio.to_thread(build_workers, cfg, facts, placement, updates_per_step * total_steps, stack)
+    )
+    source = ColocatedSource(
+        stream=stream,
+        algorithm=algorithm,
+        pool=pool,
+        trainers=workers,
+        sync=make_weight_sync(workers, pool),
+        spec=facts.spec,
+        n=cfg.rollout.n,
+        filter_groups=cfg.algo.filter_groups,
+        sleep=cfg.rollout.free_cache_engine and platform().kind != "cpu",
+    )
+    limit = cfg.trainer.logprob_diff_limit
+    if limit is None:
+        limit = PARITY_LIMIT[str(platform().dtype(cfg.rollout.dtype)).removeprefix("torch.")]
+    trainer = Trainer(
+        cfg.trainer,
+        algorithm=algorithm,
+        source=source,
+        workers=workers,
+        gate=ParityGate(workers, limit, cfg.trainer.parity_probe_size, cfg.rollout.n, cfg.rollout.temperature),
+        evaluator=evaluator,
+        reporter=reporter,
+        checkpoints=checkpoints,
+        groups_per_step=cfg.data.train_batch_size,
+        n=cfg.rollout.n,
+        total_steps=total_steps,
+    )
+    return trainer, reporter
+
+
+@contextmanager
+def _stop_on_interrupt(trainer: Trainer, reporter: Reporter) -> Iterator[None]:
+    """First Ctrl-C or SIGTERM: end after the present step, with a checkpoint. Second: at once."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def handle() -> None:
+        if trainer.stop_requested:
+            task.cancel()
+        trainer.stop_requested = True
+        reporter.note("interrupted: finishing this step and saving a checkpoint (once more to stop at once)")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, handle)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

@@ -1,0 +1,113 @@
+"""Rollout and training take turns on the same devices."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rlpost.algos.algorithm import Algorithm
+from rlpost.algos.config import FilterGroupsConfig
+from rlpost.batch import Group, Prompt
+from rlpost.data import PromptStream
+from rlpost.metrics import Metric, Metrics, Reduce
+from rlpost.trainer.source import BudgetExhausted, RolloutSource
+from rlpost.workers.group import WorkerGroup
+from rlpost.workers.rollout.base import SamplingSpec
+from rlpost.workers.rollout.pool import RolloutPool
+from rlpost.workers.weight_sync.base import WeightSync
+
+
+class ColocatedSource(RolloutSource):
+    """Generate, sleep, (train,) publish.
+
+    The engine is awake from `publish` to the end of the next `take`; in between the trainer has the memory.
+    """
+
+    def __init__(
+        self,
+        *,
+        stream: PromptStream,
+        algorithm: Algorithm,
+        pool: RolloutPool,
+        trainers: WorkerGroup,
+        sync: WeightSync,
+        spec: SamplingSpec,
+        n: int,
+        filter_groups: FilterGroupsConfig,
+        sleep: bool,
+    ):
+        self._stream, self._algorithm, self._pool = stream, algorithm, pool
+        self._trainers, self._sync = trainers, sync
+        self._spec, self._n, self._filter = spec, n, filter_groups
+        self._sleep = sleep
+        self._counts: Counter[str] = Counter()
+
+    async def take(self, n: int) -> list[Group]:
+        """See `RolloutSource.take`. Kept groups beyond `n` are discarded: with staleness 0 they have no later use."""
+        kept: list[Group] = []
+        issued = seen = 0
+        budget = n * self._filter.max_num_gen_batches if self._filter.enable else n
+        while len(kept) < n and issued < budget:
+            acceptance = max(0.25, len(kept) / seen) if seen else 1.0
+            ask = min(math.ceil((n - len(kept)) / acceptance), budget - issued)
+            groups = await self._pool.run(self._stream.next(ask), self._n, self._spec)
+            issued, seen = issued + ask, seen + len(groups)
+            for group in groups:
+                verdict = self._algorithm.keep(group)
+                self._counts["kept" if verdict.keep else f"dropped_{verdict.reason}"] += 1
+                if verdict.keep:
+                    kept.append(group)
+        self._counts["surplus"] += max(0, len(kept) - n)
+        await self._hand_memory_to_trainer()
+        if len(kept) < n and self._filter.on_exhausted == "error":
+            reasons = ", ".join(f"{k}: {v}" for k, v in sorted(self._counts.items()) if v)
+            raise BudgetExhausted(
+                f"dynamic sampling kept {len(kept)} of the {n} groups it needs from {issued} prompts ({reasons}). The task is "
+                "too easy or too hard for this model: change the data, raise algo.filter_groups.max_num_gen_batches, or set "
+                "algo.filter_groups.on_exhausted=train to go on with what there is"
+            )
+        return kept[:n]
+
+    async def publish(self, version: int) -> Metrics:
+        """See `RolloutSource.publish`."""
+        if self._sleep:
+            await self._trainers.call_async("offload", False, True)
+            await self._pool.wake(("weights",))
+        metrics = await self._sync.push(version)
+        if self._sleep:
+            await self._trainers.call_async("offload", True, True)
+            await self._pool.wake(("kv_cache",))
+        return metrics
+
+    async def evaluate(self, prompts: Sequence[Prompt], n: int, spec: SamplingSpec) -> list[Group]:
+        """See `RolloutSource.evaluate`."""
+        return await self._pool.run(prompts, n, spec)
+
+    async def probe(self, num_sequences: int) -> list[Group]:
+        """See `RolloutSource.probe`."""
+        cursor = self._stream.state_dict()
+        prompts = self._stream.next(math.ceil(num_sequences / self._n))
+        self._stream.load_state_dict(cursor)
+        return await self._pool.run(prompts, self._n, self._spec)
+
+    def metrics(self) -> Metrics:
+        """See `RolloutSource.metrics`."""
+        counts, self._counts = self._counts, Counter()
+        return {f"groups/{name}": Metric(count, reduce=Reduce.SUM) for name, count in counts.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The data cursor; between steps nothing else is pending."""
+        return {"stream": self._stream.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `RolloutSource.load_state_dict`."""
+        self._stream.load_state_dict(state["stream"])
+
+    async def close(self) -> None:
+        """See `RolloutSource.close`."""
+        await self._pool.shutdown()
+
+    async def _hand_memory_to_trainer(self) -> None:
+        if self._sleep:
+            await self._pool.sleep()
+            await self._trainers.call_async("reload")

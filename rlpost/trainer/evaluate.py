@@ -1,0 +1,93 @@
+"""Validation: greedy or sampled answers on held-out prompts, metrics for each data source."""
+
+import math
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from rlpost.batch import Group, Prompt, Status
+from rlpost.workers.rollout.base import SamplingSpec
+
+Generate = Callable[[Sequence[Prompt], int, SamplingSpec], Awaitable[list[Group]]]  # prompts, n, spec -> scored groups
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased chance that at least one of k samples is right, from n with `correct` right (Chen et al. 2021, eq. 1)."""
+    if n - correct < k:
+        return 1.0
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def summarize(groups: Sequence[Group]) -> dict[str, float]:
+    """`accuracy`, `reward`, `response_length`, `truncated`, `error_rate` and, with several samples, `pass@k` of one source.
+
+    Failed scores count in `error_rate` and nowhere else. A sample is right when its `accuracy` part is above 0.5.
+    """
+    trajectories = [t for g in groups for t in g.trajectories]
+    scored = [t for t in trajectories if t.status is not Status.REWARD_ERROR]
+    report = {"error_rate": 1.0 - len(scored) / len(trajectories), "num_prompts": float(len(groups))}
+    if not scored:
+        return report
+    report["reward"] = sum(t.reward for t in scored) / len(scored)
+    report["response_length"] = sum(len(t.response_ids) for t in scored) / len(scored)
+    report["truncated"] = sum(t.status is Status.LENGTH for t in scored) / len(scored)
+    for part in sorted({name for t in scored for name in t.reward_parts}):
+        values = [t.reward_parts[part] for t in scored if part in t.reward_parts]
+        report[part] = sum(values) / len(values)
+    n = min(len(g.trajectories) for g in groups)
+    if n > 1 and "accuracy" in report:
+        for k in sorted({k for k in (2, 4, 8, 16, 32, 64) if k < n} | {n}):
+            rates = [pass_at_k(len(g.trajectories), _num_right(g), k) for g in groups]
+            report[f"pass@{k}"] = sum(rates) / len(rates)
+    return report
+
+
+def _num_right(group: Group) -> int:
+    return sum(t.reward_parts.get("accuracy", 0.0) > 0.5 for t in group.trajectories)
+
+
+class Evaluator:
+    """Samples and scores every validation set.
+
+    Args:
+        sets: name -> prompts.
+        n: samples a prompt.
+        spec: sampling of validation.
+        decode: token ids -> text, for the table of answers.
+        batch_size: prompts in flight at once; None: all.
+    """
+
+    def __init__(
+        self, sets: Mapping[str, list[Prompt]], n: int, spec: SamplingSpec, decode: Callable[[Any], str], batch_size: int | None = None
+    ):
+        self.sets, self._n, self._spec, self._decode, self._batch_size = sets, n, spec, decode, batch_size
+
+    async def run(self, generate: Generate) -> tuple[dict[str, float], list[Group]]:
+        """`val/<data source>/<metric>` for every data source, and all groups."""
+        groups: list[Group] = []
+        for prompts in self.sets.values():
+            size = self._batch_size or len(prompts)
+            for start in range(0, len(prompts), size):
+                groups += await generate(prompts[start : start + size], self._n, self._spec)
+        by_source: dict[str, list[Group]] = defaultdict(list)
+        for group in groups:
+            by_source[group.data_source].append(group)
+        report = {
+            f"val/{source_name}/{metric}": value
+            for source_name, members in by_source.items()
+            for metric, value in summarize(members).items()
+        }
+        return report, groups
+
+    def rows(self, groups: Sequence[Group], limit: int) -> list[dict[str, Any]]:
+        """The first `limit` groups as table rows: prompt, answer, ground_truth, reward."""
+        return [
+            {
+                "data_source": g.data_source,
+                "prompt": g.prompt.text,
+                "answer": self._decode(g.trajectories[0].response_ids),
+                "ground_truth": str(g.prompt.ground_truth),
+                "reward": round(g.trajectories[0].reward, 3),
+            }
+            for g in groups[:limit]
+        ]

@@ -1,0 +1,81 @@
+"""The parity gate: trainer and engine must give the same tokens the same logprobs, or the run stops."""
+
+from dataclasses import dataclass
+
+import torch
+
+from rlpost.batch import Batch
+from rlpost.metrics import Metric, Metrics, Reduce
+
+NAME = "train_rollout_logprob_abs_diff"
+
+
+class ParityError(RuntimeError):
+    """Trainer and engine disagree; the message says by how much and what is the likely cause."""
+
+
+@dataclass(slots=True, frozen=True)
+class Parity:
+    """Difference between trainer and engine over `num_tokens` tokens, nats."""
+
+    mean: float
+    p99: float
+    max: float
+    signed_mean: float  # engine minus trainer
+    num_tokens: int
+
+    def metrics(self) -> Metrics:
+        """`train_rollout_logprob_abs_diff/{mean,p99,max}`."""
+        if not self.num_tokens:
+            return {}
+        return {
+            f"{NAME}/mean": Metric(self.mean, self.num_tokens),
+            f"{NAME}/p99": Metric(self.p99, reduce=Reduce.MAX),
+            f"{NAME}/max": Metric(self.max, reduce=Reduce.MAX),
+        }
+
+
+def compare(batch: Batch, version: int) -> Parity:
+    """Compare `old_logprobs` with `rollout_logprobs` on the tokens that weight `version` sampled."""
+    mask = batch["response_mask"] & (batch["versions"] == version)
+    diff = (batch["rollout_logprobs"] - batch["old_logprobs"])[mask].double()
+    if diff.numel() == 0:
+        return Parity(0.0, 0.0, 0.0, 0.0, 0)
+    size = diff.abs()
+    return Parity(
+        mean=size.mean().item(),
+        p99=torch.quantile(size[torch.randperm(len(size))[: 2**20]], 0.99).item() if len(size) > 2**20 else size.quantile(0.99).item(),
+        max=size.max().item(),
+        signed_mean=diff.mean().item(),
+        num_tokens=diff.numel(),
+    )
+
+
+def likely_cause(parity: Parity, after_push: float | None, other_temperature: dict[float, float], limit: float) -> str:
+    """Name the likely cause of a mean difference above `limit`.
+
+    Args:
+        parity: what was measured.
+        after_push: mean difference on fresh tokens once the weights were pushed again; None if that was not tried.
+        other_temperature: trainer temperature -> mean difference on the same tokens.
+        limit: nats.
+    """
+    if after_push is not None and after_push <= limit:
+        return (
+            f"stale weights: after pushing the weights again it is {after_push:.2e}. The last update did not reach every "
+            "parameter of the engine"
+        )
+    for temperature, mean in other_temperature.items():
+        if mean <= limit:
+            return f"sampling settings: with temperature {temperature} in the trainer it is {mean:.2e}; the engine samples so"
+    if parity.signed_mean > 0.8 * parity.mean:
+        return (
+            "sampling settings: the engine's logprobs are higher throughout, as when it renormalises over fewer tokens "
+            "(top-p, top-k, or a vocabulary smaller than the trainer's)"
+        )
+    if parity.mean < 0.2:
+        return "precision: small and without direction. Compare rollout.dtype with actor.dtype, and the attention kernels"
+    return (
+        "stale or different weights: pushing them again did not help. Some parameter never reaches the engine (tied "
+        "embeddings, adapters), or it loaded another model"
+    )

@@ -1,0 +1,167 @@
+"""What a run tells: metrics of each step, validation tables, rollouts on disk, and the closing summary."""
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlpost.batch import Batch, Group, Status
+from rlpost.metrics import Metric, Metrics, Reduce
+from rlpost.tracking.curves import plot_curves
+from rlpost.tracking.tracking import Tracking
+
+
+class RewardFailure(RuntimeError):
+    """Too many scores failed (`reward.max_error_rate`)."""
+
+
+def rollout_metrics(groups: Sequence[Group], batch: Batch) -> Metrics:
+    """Rewards and their parts, answer lengths and how they ended, over the step's trajectories."""
+    trajectories = [t for g in groups for t in g.trajectories]
+    scored = [t for t in trajectories if t.status is not Status.REWARD_ERROR]
+    lengths = [len(t.response_ids) for t in trajectories]
+    total = len(trajectories)
+    metrics = {
+        "reward/mean": Metric(sum(t.reward for t in scored) / max(1, len(scored)), len(scored)),
+        "reward/error_rate": Metric(1 - len(scored) / total, total),
+        "response_length/mean": Metric(sum(lengths) / total, total),
+        "response_length/max": Metric(max(lengths), reduce=Reduce.MAX),
+        "response_length/truncated": Metric(sum(t.status is Status.LENGTH for t in trajectories) / total, total),
+        "throughput/tokens": Metric(batch.num_tokens, reduce=Reduce.SUM),
+        "prompt_length/mean": Metric(sum(len(g.prompt.token_ids) for g in groups) / len(groups), len(groups)),
+    }
+    parts: dict[str, list[float]] = defaultdict(list)
+    for t in scored:
+        for name, value in t.reward_parts.items():
+            parts[name].append(value)
+    return metrics | {f"reward/{name}": Metric(sum(v) / len(v), len(v)) for name, v in parts.items()}
+
+
+class Reporter:
+    """Sends numbers to the trackers and keeps what the summary needs.
+
+    Args:
+        tracking: the trackers.
+        folder: the run folder.
+        max_error_rate: share of failed scores in a step above which the run stops.
+        decode: token ids -> text, for rollouts on disk.
+        rollout_dir: every rollout as JSONL, one file a step; None: off.
+    """
+
+    def __init__(
+        self,
+        tracking: Tracking,
+        folder: Path,
+        *,
+        max_error_rate: float,
+        decode: Callable[[Any], str],
+        rollout_dir: Path | None,
+    ):
+        self._tracking, self.folder = tracking, folder
+        self._max_error_rate, self.decode, self._rollout_dir = max_error_rate, decode, rollout_dir
+        self._validations: list[dict[str, float]] = []
+        self._first_rows: list[dict[str, Any]] = []
+        self._last_rows: list[dict[str, Any]] = []
+
+    def step(self, step: int, values: dict[str, float]) -> None:
+        """Log one training step.
+
+        Raises:
+            RewardFailure: more scores failed than `reward.max_error_rate` allows.
+        """
+        tokens, seconds = values.get("throughput/tokens", 0.0), values.get("timing_s/step", 0.0)
+        if seconds:
+            values["throughput/tokens_per_s"] = tokens / seconds
+        self._tracking.log(step, values)
+
+    def check_rewards(self, groups: Sequence[Group]) -> None:
+        """Stop the run when scoring is broken; the message shows one of the errors."""
+        failed = [t.error for g in groups for t in g.trajectories if t.status is Status.REWARD_ERROR]
+        total = sum(len(g.trajectories) for g in groups)
+        if len(failed) > self._max_error_rate * total:
+            raise RewardFailure(
+                f"{len(failed)} of {total} answers could not be scored, above reward.max_error_rate={self._max_error_rate}; "
+                f"for example: {failed[0]}"
+            )
+
+    def validation(self, step: int, report: dict[str, float], rows: list[dict[str, Any]]) -> None:
+        """Log one validation with its table of answers."""
+        self._tracking.log(step, report)
+        self._tracking.table(step, rows)
+        self._validations.append({"step": step, **report})
+        self._first_rows = self._first_rows or rows
+        self._last_rows = rows
+
+    def rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        """Write the step's trajectories to `rollout_dir/<step>.jsonl`."""
+        if self._rollout_dir is None:
+            return
+        self._rollout_dir.mkdir(parents=True, exist_ok=True)
+        with open(self._rollout_dir / f"{step}.jsonl", "w") as file:
+            for group in groups:
+                for t in group.trajectories:
+                    row = {
+                        "group": group.id,
+                        "sample": t.sample_id,
+                        "data_source": group.data_source,
+                        "prompt": group.prompt.text,
+                        "answer": self.decode(t.response_ids),
+                        "ground_truth": group.prompt.ground_truth,
+                        "reward": t.reward,
+                        "parts": t.reward_parts,
+                        "status": str(t.status),
+                        "error": t.error,
+                        "num_tokens": len(t.response_ids),
+                        "version": int(t.versions.max()),
+                    }
+                    file.write(json.dumps(row, default=str) + "\n")
+
+    def summary(self, step: int, wall_s: float, finished: bool) -> dict[str, Any]:
+        """Before and after, for the last line of standard output."""
+        headline = next((k for k in (self._validations or [{}])[0] if k.endswith("/accuracy")), None)
+        scores = [v[headline] for v in self._validations if headline in v] if headline else []
+        return {
+            "accuracy_before": scores[0] if scores else None,
+            "accuracy_after": scores[-1] if scores else None,
+            "steps": step,
+            "wall_s": round(wall_s, 1),
+            "finished": finished,
+            "run_dir": str(self.folder),
+        }
+
+    def note(self, text: str) -> None:
+        """A line for the person who watches."""
+        print(f"rlpost: {text}", file=sys.stderr, flush=True)
+
+    def finish(self) -> None:
+        """Close the trackers, draw the curves, and say where everything is and how answers changed."""
+        self._tracking.close()
+        metrics = self.folder / "metrics.jsonl"
+        if metrics.is_file() and metrics.stat().st_size:
+            self.note(f"curves      {plot_curves(metrics, self.folder / 'curves.png')}")
+            self.note(f"metrics     {metrics}")
+        for name in ("tensorboard", "checkpoints", "hf"):
+            if (self.folder / name).exists():
+                self.note(f"{name:<11} {self.folder / name}")
+        after = {row["prompt"]: row["answer"] for row in self._last_rows}
+        for row in self._first_rows:
+            if row["prompt"] in after:
+                self.note(
+                    f"sample      {row['prompt']!r} (right: {row['ground_truth']!r})  "
+                    f"before {row['answer']!r}  after {after[row['prompt']]!r}"
+                )
+
+    def close(self) -> None:
+        """Close the trackers of a run that did not get to `finish`; safe after it."""
+        self._tracking.close(failed=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Validations so far, so that a resumed run still knows its start."""
+        return {"validations": self._validations, "first_rows": self._first_rows}
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """Restore `state_dict` and drop what the trackers logged after `step`."""
+        self._validations, self._first_rows = state["validations"], state["first_rows"]
+        self._tracking.rewind(step)

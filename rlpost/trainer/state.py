@@ -1,0 +1,65 @@
+"""Checkpoints: one folder a step, complete if and only if its manifest is there; written beside and renamed."""
+
+import json
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+PREFIX = "global_step_"
+
+
+class CheckpointStore:
+    """`<root>/global_step_<N>/`: what the workers wrote, and `manifest.json` with the driver's own state."""
+
+    def __init__(self, root: Path, keep: int | None):
+        self.root, self._keep = root, keep
+
+    def complete(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        folders = [p for p in self.root.glob(f"{PREFIX}*") if (p / MANIFEST).is_file() and p.suffix != ".tmp"]
+        return sorted(folders, key=lambda p: int(p.name.removeprefix(PREFIX)))
+
+    async def save(self, step: int, state: dict[str, Any], write: Callable[[Path], Awaitable[None]]) -> Path:
+        """Write checkpoint `step`: `write(folder)` stores the workers' part, then the manifest makes it complete."""
+        final = self.root / f"{PREFIX}{step}"
+        partial = final.with_suffix(".tmp")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        await write(partial)
+        with open(partial / MANIFEST, "w") as file:
+            json.dump({"step": step, **state}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(partial, final)
+        if self._keep is not None:
+            for old in self.complete()[: -self._keep]:
+                shutil.rmtree(old)
+        return final
+
+    def find(self, resume: str) -> Path | None:
+        """The checkpoint that `trainer.resume` means: None for a fresh start.
+
+        Raises:
+            ValueError: a path that holds no complete checkpoint.
+        """
+        if resume == "never":
+            return None
+        if resume == "auto":
+            found = self.complete()
+            return found[-1] if found else None
+        folder = Path(resume).expanduser()
+        if (folder / MANIFEST).is_file():
+            return folder
+        inside = CheckpointStore(folder, None).complete() or CheckpointStore(folder / "checkpoints", None).complete()
+        if not inside:
+            raise ValueError(f"trainer.resume={resume}: no complete checkpoint there (a folder with {MANIFEST})")
+        return inside[-1]
+
+    @staticmethod
+    def read(folder: Path) -> dict[str, Any]:
+        """The driver's state in a checkpoint."""
+        return json.loads((folder / MANIFEST).read_text())

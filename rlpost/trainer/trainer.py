@@ -1,0 +1,135 @@
+"""The only training loop: take, infer, advantages, train, publish."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rlpost.algos.algorithm import Algorithm
+from rlpost.batch import collate
+from rlpost.metrics import Metrics, Timers, scalars
+from rlpost.trainer.config import TrainerConfig
+from rlpost.trainer.evaluate import Evaluator
+from rlpost.trainer.gate import ParityGate
+from rlpost.trainer.report import Reporter, rollout_metrics
+from rlpost.trainer.source import RolloutSource
+from rlpost.trainer.state import CheckpointStore
+from rlpost.workers.group import WorkerGroup
+
+
+class Trainer:
+    """Drives one run; every number it uses is in the `Batch` of the step.
+
+    Args:
+        cfg: the `trainer` section.
+        algorithm: what to infer, keep, compute and train.
+        source: scored groups in, new weights out.
+        workers: the trainer ranks; `workers.role(name)` is the actor, the reference or the critic.
+        gate: compares the engine's logprobs with the trainer's.
+        evaluator: validation, or None without validation sets.
+        reporter: metrics, tables and rollouts to the trackers and the run folder.
+        checkpoints: where to save to and resume from.
+        groups_per_step: `data.train_batch_size`.
+        n: samples a prompt.
+        total_steps: the step to end at.
+    """
+
+    def __init__(
+        self,
+        cfg: TrainerConfig,
+        *,
+        algorithm: Algorithm,
+        source: RolloutSource,
+        workers: WorkerGroup,
+        gate: ParityGate,
+        evaluator: Evaluator | None,
+        reporter: Reporter,
+        checkpoints: CheckpointStore,
+        groups_per_step: int,
+        n: int,
+        total_steps: int,
+    ):
+        self._cfg, self._algorithm, self._source, self._workers = cfg, algorithm, source, workers
+        self._gate, self._evaluator, self._reporter, self._checkpoints = gate, evaluator, reporter, checkpoints
+        self._groups_per_step, self._n, self.total_steps = groups_per_step, n, total_steps
+        self._timers = Timers()
+        self.step = 0
+        self.stop_requested = False
+
+    async def fit(self) -> dict[str, Any]:
+        """Train to `total_steps`, or until `stop_requested`; returns the summary that `main` prints."""
+        start = time.perf_counter()
+        resumed = await self._resume()
+        await self._source.publish(self.step)
+        await self._gate.probe(self._source, self.step)
+        if self._cfg.val_before_train and not resumed:
+            await self._validate()
+        while self.step < self.total_steps and not self.stop_requested:
+            self.step += 1
+            metrics = await self._train_step()
+            self._reporter.step(self.step, scalars(metrics))
+            last = self.step == self.total_steps
+            if last or _due(self.step, self._cfg.test_freq):
+                await self._validate()
+            if last or self.stop_requested or _due(self.step, self._cfg.save_freq):
+                await self._save()
+        if self.step == self.total_steps and self._cfg.export_hf:
+            await self._workers.call_async("export_hf", self._reporter.folder / "hf")
+        return self._reporter.summary(self.step, time.perf_counter() - start, finished=self.step >= self.total_steps)
+
+    async def _train_step(self) -> Metrics:
+        """One step: n kept groups in, one new version out."""
+        timers, metrics = self._timers, Metrics()
+        with timers("step"):
+            with timers("generate"):
+                groups = await self._source.take(self._groups_per_step)
+            self._reporter.check_rewards(groups)
+            batch = collate(groups, self._n)
+            metrics |= rollout_metrics(groups, batch)
+            with timers("infer"):
+                for column in self._algorithm.needs():
+                    batch.update(await self._workers.infer(column, batch))
+                metrics |= await self._gate.check(batch, version=self.step - 1)
+            columns, algo_metrics = self._algorithm.advantages(batch)
+            batch.update(columns)
+            metrics |= algo_metrics
+            with timers("train"):
+                await self._profile("start_profile")
+                for role in self._algorithm.trains(self.step):
+                    metrics |= await self._workers.train(role, batch, self._algorithm, self.step)
+                await self._profile("stop_profile", self._reporter.folder / "profile" / f"step_{self.step}")
+            with timers("publish"):
+                metrics |= await self._source.publish(version=self.step)
+        self._reporter.rollouts(self.step, groups)
+        return metrics | self._source.metrics() | timers.pop()
+
+    async def _profile(self, method: str, *args: Any) -> None:
+        if self.step in self._cfg.profile_steps:
+            await self._workers.call_async(method, *args)
+
+    async def _validate(self) -> None:
+        if self._evaluator is not None:
+            report, groups = await self._evaluator.run(self._source.evaluate)
+            self._reporter.validation(self.step, report, self._evaluator.rows(groups, self._cfg.log_val_generations))
+
+    async def _save(self) -> None:
+        async def write(folder: Path) -> None:
+            await self._workers.call_async("save", folder)
+
+        state = {"source": self._source.state_dict(), "algorithm": self._algorithm.state_dict()}
+        await self._checkpoints.save(self.step, state | {"reporter": self._reporter.state_dict()}, write)
+
+    async def _resume(self) -> bool:
+        folder = self._checkpoints.find(self._cfg.resume)
+        if folder is None:
+            return False
+        state = self._checkpoints.read(folder)
+        await self._workers.call_async("load", folder)
+        self._source.load_state_dict(state["source"])
+        self._algorithm.load_state_dict(state["algorithm"])
+        self._reporter.load_state_dict(state["reporter"], state["step"])
+        self.step = state["step"]
+        return True
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,125 @@
+"""Saving, restoring and exporting an engine: DCP shards with every random state, and Hugging Face folders."""
+
+import random
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that the optimizer owns, by name; frozen ones come from the model's own checkpoint."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def save(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, updates: int) -> None:
+    """Write weights and optimizer state as DCP shards, and this rank's random states; collective."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parameters = trainable(model)
+    dcp.save(_state(parameters, optimizer), checkpoint_id=folder / "shards")
+    progress = {"updates": updates, "has_moments": bool(optimizer.state), "random": random_state()}
+    torch.save(progress, folder / f"rank_{dist.get_rank()}.pt")
+    dist.barrier()
+
+
+def load(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> int:
+    """Restore what `save` wrote, in place, at any world size; returns the number of updates made. Collective.
+
+    Random states come back where the rank existed before; a new rank keeps its own.
+
+    Raises:
+        ValueError: no checkpoint in `folder`.
+    """
+    own = folder / f"rank_{dist.get_rank()}.pt"
+    first = folder / "rank_0.pt"
+    if not first.is_file():
+        raise ValueError(f"{folder} holds no engine state (rank_0.pt is missing)")
+    progress = torch.load(own if own.is_file() else first, weights_only=False)
+    parameters = trainable(model)
+    optimizer.state.clear()
+    if progress["has_moments"]:
+        for parameter in parameters.values():
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            optimizer.state[parameter] = {"step": step} | {m: torch.zeros_like(parameter) for m in MOMENTS}
+    state = _state(parameters, optimizer)
+    dcp.load(state, checkpoint_id=folder / "shards")
+    if own.is_file():
+        set_random_state(progress["random"])
+    dist.barrier()
+    return progress["updates"]
+
+
+def _state(parameters: dict[str, nn.Parameter], optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
+    """Everything that is sharded, as one flat mapping whose tensors are the live ones."""
+    state: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in parameters.items()}
+    for name, parameter in parameters.items():
+        for part, value in optimizer.state.get(parameter, {}).items():
+            state[f"optim.{name}.{part}"] = value
+    return state
+
+
+def random_state() -> dict[str, Any]:
+    """State of every generator this process draws from."""
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restore `random_state`."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def export_hf(
+    folder: Path,
+    weights: Iterable[tuple[str, Tensor]],
+    model: PreTrainedModel,
+    model_path: str,
+    tokenizer_path: str,
+    dtype: torch.dtype,
+) -> None:
+    """Write safetensors, config, generation config and tokenizer files; rank 0 writes, all ranks iterate `weights`."""
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = dict(_on_host(weights))
+        save_torch_state_dict(tensors, folder, safe_serialization=True)
+        config = type(model.config).from_dict(model.config.to_dict())
+        config.dtype = dtype
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(folder)
+        if (Path(model_path) / "generation_config.json").is_file():
+            GenerationConfig.from_pretrained(model_path).save_pretrained(folder)
+        _copy_tokenizer(Path(tokenizer_path), folder)
+    else:
+        for _ in weights:
+            pass
+    dist.barrier()
+
+
+def _on_host(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in weights:
+        yield name, tensor.to("cpu", copy=True).contiguous()
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    """Files beside the weights that are not weights or model configuration: tokenizer, template, custom code."""
+    for path in source.iterdir():
+        keep = path.suffix in (".json", ".txt", ".model", ".jinja", ".py")
+        is_model = path.name in ("config.json", "generation_config.json") or path.name.endswith(".index.json")
+        if path.is_file() and keep and not is_model:
+            shutil.copy(path, folder / path.name)

@@ -1,0 +1,239 @@
+"""`FSDPEngine`: one model under FSDP2 `fully_shard`, on GPUs and on CPU, from one rank up."""
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from rlpost.batch import Batch, Provenance
+from rlpost.metrics import Metric, Metrics, Reduce, merge
+from rlpost.platform import platform
+from rlpost.workers.config import ModelConfig, TrainRoleConfig
+from rlpost.workers.engine import attention, checkpoint, head, optim
+from rlpost.workers.engine.base import MicroLoss, Output, TrainEngine
+from rlpost.workers.engine.loading import load_sharded
+from rlpost.workers.engine.parallel import make_parallel
+from rlpost.workers.engine.weights import WeightNames, named_weights
+
+
+class FSDPEngine(TrainEngine):
+    """See `TrainEngine`. The default process group must exist.
+
+    Args:
+        path: checkpoint folder.
+        model_cfg: the `model` section.
+        cfg: the role's section.
+        vocab_size: ids that may be sampled; larger ids are masked in the logprob head.
+        temperature: of the sampling.
+        tokenizer_path: folder whose tokenizer an export takes.
+        critic: a value head instead of logprobs.
+        train: with an optimizer and float32 master weights; without it weights are kept in the compute dtype.
+        total_updates: optimizer updates of the whole run, for a decaying learning rate.
+        seed: of weights that no checkpoint has (LoRA).
+    """
+
+    def __init__(
+        self,
+        path: str,
+        model_cfg: ModelConfig,
+        cfg: TrainRoleConfig,
+        *,
+        vocab_size: int,
+        temperature: float,
+        tokenizer_path: str,
+        critic: bool = False,
+        train: bool = True,
+        total_updates: int | None = None,
+        seed: int = 0,
+    ):
+        here = platform()
+        self.device = torch.device("cpu") if here.kind == "cpu" else torch.device("cuda", torch.cuda.current_device())
+        self.dtype = here.dtype(cfg.dtype)
+        self.parallel = make_parallel(self.device.type, cfg.fsdp.fsdp_size, cfg.ulysses_sequence_parallel_size)
+        self.temperature = temperature
+        self.updates = 0
+        self._cfg, self._path, self._tokenizer_path, self._critic = cfg, path, tokenizer_path, critic
+        self._vocab_size, self._total_updates = vocab_size, total_updates
+        kernel = attention.choose_kernel(model_cfg.attn_implementation, self.device.type, self.dtype)
+        self.model = load_sharded(
+            path,
+            model_cfg,
+            critic=critic,
+            attention=attention.register(kernel),
+            vocab_size=vocab_size,
+            parallel=self.parallel,
+            device=self.device,
+            master_dtype=torch.float32 if train else self.dtype,
+            compute_dtype=self.dtype,
+            reshard_after_forward=cfg.fsdp.reshard_after_forward,
+            seed=seed,
+        )
+        self._names = WeightNames(self.model)
+        if not train:
+            self.model.requires_grad_(False)
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if train:
+            optim.learning_rate(cfg.optim.lr_warmup_steps, cfg.optim, total_updates)  # fails now rather than later
+            self.optimizer = optim.make_optimizer(self._parameters, cfg.optim)
+
+    # --- passes ---
+
+    @torch.no_grad()
+    def forward(
+        self,
+        micro_batches: list[Batch],
+        entropy: bool = False,
+        *,
+        temperature: float | None = None,
+        adapter: bool = True,
+    ) -> list[Output]:
+        """See `TrainEngine.forward`.
+
+        Args:
+            micro_batches: need `token_ids`; with `provenance`, only MODEL tokens get a logprob.
+            entropy: also compute it.
+            temperature: in place of the engine's own.
+            adapter: False for the model before its LoRA.
+        """
+        self.model.eval()
+        with nullcontext() if adapter else self.model.adapter_off():
+            outputs = [_to_host(self._run(m, entropy, temperature)[1]) for m in micro_batches]
+        self._reshard()
+        return outputs
+
+    def train_step(self, micro_batches: list[Batch], loss: MicroLoss) -> Metrics:
+        """See `TrainEngine.train_step`. Metrics come from one rank of each sequence group."""
+        self.model.train()
+        parts: list[Metrics] = []
+        for micro_batch in micro_batches:
+            micro, output, anchor = self._run_for_loss(micro_batch)
+            if len(micro):
+                share, metrics = loss(micro, output)
+                (share + anchor).backward()
+                parts.append(metrics)
+            else:
+                anchor.backward()
+        own = self._update()
+        return merge([*parts, own]) if self.parallel.leads_sequence else {}
+
+    def _run_for_loss(self, batch: Batch) -> tuple[Batch, Output, Tensor]:
+        """The micro-batch on the device, its output, and a 0 through which every parameter gets a gradient, so that
+        all ranks reduce the same ones even where no token is trained."""
+        raw, output = self._run(batch, entropy=True, temperature=None)
+        return batch.to(self.device), output, 0.0 * raw.sum()
+
+    def _run(self, batch: Batch, entropy: bool, temperature: float | None) -> tuple[Tensor, Output]:
+        """This rank's values by source, and the `Output` by token. An empty batch runs as one sequence of padding."""
+        group, size = self.parallel.sequence_group, self.parallel.sequence_size
+        num_tokens, seqlens = batch.num_tokens, batch.seqlens.tolist()
+        padding = -num_tokens % size or (size if num_tokens == 0 else 0)
+        if padding:
+            seqlens = [*seqlens, padding]
+        token_ids, targets = self._targets(batch, padding)
+        cu_seqlens = torch.tensor([0, *seqlens]).cumsum(0).to(self.device)
+        positions = torch.cat([torch.arange(n) for n in seqlens]).to(self.device)
+        wanted = head.predicts(cu_seqlens, targets, num_tokens + padding)
+        part = self._slice(num_tokens + padding)
+        packing = attention.Packing(cu_seqlens.int(), tuple(seqlens), group)
+        main, extra = self.model(
+            token_ids[part], positions[part], packing, head.next_tokens(token_ids)[part], wanted[part],
+            self.temperature if temperature is None else temperature, entropy,
+        )  # fmt: skip
+
+        def by_token(by_source: Tensor) -> Tensor:
+            return head.to_predicted(attention.gather_slices(by_source, group), cu_seqlens)[:num_tokens]
+
+        if self._critic:
+            return main, Output(values=by_token(main))
+        return main, Output(logprobs=by_token(main), entropy=None if extra is None else by_token(extra))
+
+    def _targets(self, batch: Batch, padding: int) -> tuple[Tensor, Tensor | None]:
+        """Padded token ids, and which of them get a logprob (None: all)."""
+        token_ids, targets = batch["token_ids"], None
+        if "provenance" in batch:
+            targets = batch["provenance"] == Provenance.MODEL
+        scored = token_ids if targets is None else token_ids[targets]
+        if not self._critic and scored.numel() and int(scored.max()) >= self._vocab_size:
+            raise ValueError(
+                f"token id {int(scored.max())} has probability 0: only ids below {self._vocab_size} (the tokenizer's) "
+                "are ever sampled. Do tokenizer and checkpoint belong together?"
+            )
+        if targets is not None:
+            targets = torch.nn.functional.pad(targets, (0, padding)).to(self.device)
+        return torch.nn.functional.pad(token_ids, (0, padding)).to(self.device), targets
+
+    def _slice(self, num_tokens: int) -> slice:
+        """This rank's part of a pack."""
+        group, size = self.parallel.sequence_group, self.parallel.sequence_size
+        rank = 0 if group is None else torch.distributed.get_rank(group)
+        return slice(rank * num_tokens // size, (rank + 1) * num_tokens // size)
+
+    def _update(self) -> Metrics:
+        """Clip and step, unless the gradient is not finite."""
+        norm = float(optim.gradient_norm(self._parameters, self.parallel.shard_group))
+        rate = optim.learning_rate(self.updates, self._cfg.optim, self._total_updates)
+        finite = math.isfinite(norm)
+        if finite:
+            optim.clip_(self._parameters, norm, self._cfg.grad_clip)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            self.updates += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        self._reshard()
+        if torch.distributed.get_rank() != 0:
+            return {}  # the same on all ranks; counted once
+        return {
+            "grad_norm": Metric(norm) if finite else Metric(0.0, 0.0),
+            "lr": Metric(rate),
+            "skipped_updates": Metric(0.0 if finite else 1.0, reduce=Reduce.SUM),
+        }
+
+    def _reshard(self) -> None:
+        """The root keeps its gathered weights after a pass without backward: free them."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    # --- weights and state ---
+
+    def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainEngine.named_weights`."""
+        return named_weights(self._names, dtype, self.device)
+
+    def to(self, device: str, *, params: bool = True, optimizer: bool = True) -> None:
+        """See `TrainEngine.to`; nothing to do on a CPU."""
+        if self.device.type == "cpu":
+            return
+        target = torch.device("cpu") if device == "cpu" else self.device
+        if params:
+            self.model.to(target)
+        if optimizer and hasattr(self, "optimizer"):
+            optim.move_state(self.optimizer, target)
+        platform().synchronize()
+        platform().empty_cache()
+
+    def save(self, folder: Path) -> None:
+        """See `TrainEngine.save`."""
+        checkpoint.save(folder, self.model, self.optimizer, self.updates)
+
+    def load(self, folder: Path) -> None:
+        """See `TrainEngine.load`."""
+        self.updates = checkpoint.load(folder, self.model, self.optimizer)
+
+    def export_hf(self, folder: Path) -> None:
+        """See `TrainEngine.export_hf`. Weights are written in the compute dtype."""
+        checkpoint.export_hf(
+            folder, self.named_weights(self.dtype), self.model.model, self._path, self._tokenizer_path, self.dtype
+        )
+
+
+def _to_host(output: Output) -> Output:
+    def move(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.float().cpu()
+
+    return Output(logprobs=move(output.logprobs), entropy=move(output.entropy), values=move(output.values))

@@ -1,0 +1,192 @@
+"""`WorkerGroup`: the driver's handle of the trainer ranks."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray import ObjectRef
+from ray.exceptions import RayTaskError
+
+from rlpost.batch import Batch
+from rlpost.metrics import Metrics, merge
+from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, RefConfig
+from rlpost.workers.dispatch import CustomLoss, assemble, plan_infer, plan_train
+from rlpost.workers.model import ModelInfo
+from rlpost.workers.model_worker import ModelWorker, WorkerSetup
+from rlpost.workers.placement import Placement
+
+ROLE_OF_COLUMN = {"old_logprobs": "actor", "ref_logprobs": "ref", "values": "critic"}
+COLUMN_OF_ROLE = {role: column for column, role in ROLE_OF_COLUMN.items()}
+
+
+class WorkerGroup:
+    """Trainer ranks as one: whole batches in, whole columns and merged metrics out. See `create`.
+
+    An error of any rank is raised here as soon as it happens, even while other ranks wait in a collective; the group
+    is of no use afterwards except for `shutdown`.
+    """
+
+    def __init__(self, workers: list[Any], setup: WorkerSetup):
+        self._workers, self._setup = workers, setup
+
+    @staticmethod
+    def create(
+        model: ModelInfo,
+        model_cfg: ModelConfig,
+        actor: ActorConfig,
+        *,
+        placement: Placement,
+        ref: RefConfig | None = None,
+        critic: CriticConfig | None = None,
+        temperature: float = 1.0,
+        total_updates: dict[str, int] | None = None,
+        seed: int = 0,
+        collective_timeout_s: float = 1800.0,
+    ) -> "WorkerGroup":
+        """Start one Ray actor for each rank of `placement` and load the models.
+
+        Args:
+            model: facts about the actor's checkpoint.
+            model_cfg, actor, ref, critic: config sections; a role without one does not exist.
+            placement: which process sits where.
+            temperature: of the rollout; logits are divided by it.
+            total_updates: optimizer updates of the run by role, for learning rates that decay.
+            seed: of shuffles and of weights that no checkpoint has.
+            collective_timeout_s: after which a rank that waits for another gives up.
+        """
+        setup = WorkerSetup(
+            model=model,
+            model_cfg=model_cfg,
+            actor=actor,
+            ref=ref,
+            critic=critic,
+            temperature=temperature,
+            total_updates=total_updates or {},
+            seed=seed,
+        )
+        size = placement.num_ranks
+        actor_class = ray.remote(ModelWorker)
+        workers = [actor_class.options(**placement.trainer_options(rank)).remote(rank, size) for rank in range(size)]
+        group = WorkerGroup(workers, setup)
+        try:
+            address = ray.get(workers[0].rendezvous.remote())
+            group.call("connect", address, collective_timeout_s)
+            group.call("build", setup)
+        except BaseException:
+            group.shutdown()
+            raise
+        return group
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of trainer processes."""
+        return len(self._workers)
+
+    def role(self, name: str) -> "RoleView":
+        """The actor, the reference or the critic alone."""
+        return RoleView(self, name)
+
+    # --- passes ---
+
+    async def infer(self, column: str, batch: Batch, temperature: float | None = None) -> Batch:
+        """Compute `old_logprobs`, `ref_logprobs` or `values`; a `Batch` that holds this column.
+
+        Args:
+            column: decides the role.
+            batch: needs `token_ids`; with `provenance`, only MODEL tokens get a logprob, others 0.
+            temperature: in place of the rollout's.
+        """
+        role = ROLE_OF_COLUMN[column]
+        max_tokens, key = self._setup.budget(role)
+        size = self._sequence_size(role)
+        works, rows = plan_infer(
+            batch, ("token_ids", "provenance"), dp_size=self.num_ranks // size, max_tokens=max_tokens, key=key
+        )
+        parts = await self._gather("infer", [(role, work, temperature) for work in works for _ in range(size)])
+        return Batch(batch.cu_seqlens, {column: assemble(batch, rows, parts[::size])})
+
+    async def train(self, role: str, batch: Batch, objective: Any, step: int = 0) -> Metrics:
+        """All epochs and mini-batches of one trainer step; merged metrics of all ranks.
+
+        Args:
+            role: "actor" or "critic".
+            batch: with the columns that the loss reads, `group` and `response_mask`.
+            objective: an `Algorithm`, a `CustomLoss`, or a picklable `MicroLoss`.
+            step: of the trainer, seeds the shuffle.
+        """
+        objective = objective if hasattr(objective, "loss_weights") else CustomLoss(objective)
+        max_tokens, key = self._setup.budget(role)
+        size = self._sequence_size(role)
+        works = plan_train(
+            batch,
+            self._setup.role_config(role),
+            lambda mask, cu_seqlens: objective.loss_weights(role, mask, cu_seqlens),
+            dp_size=self.num_ranks // size,
+            max_tokens=max_tokens,
+            key=key,
+            seed=_seed(self._setup.seed, step),
+        )
+        shared = ray.put(objective)
+        return merge(await self._gather("train", [(role, work, shared) for work in works for _ in range(size)]))
+
+    # --- any method ---
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a `ModelWorker` method on all ranks and wait; results by rank."""
+        references = [getattr(worker, method).remote(*args) for worker in self._workers]
+        waiting = references
+        while waiting:
+            done, waiting = ray.wait(waiting)
+            _raise_original(done[0])
+        return ray.get(references)
+
+    async def call_async(self, method: str, *args: Any) -> list[Any]:
+        """As `call`, awaitable."""
+        return await self._gather(method, [args] * self.num_ranks)
+
+    async def _gather(self, method: str, arguments: Sequence[tuple]) -> list[Any]:
+        """One call for each rank with its own arguments; the first error of any rank is raised at once."""
+        references = [getattr(w, method).remote(*args) for w, args in zip(self._workers, arguments, strict=True)]
+        try:
+            return list(await asyncio.gather(*references))
+        except RayTaskError as error:
+            raise error.cause from error
+
+    def shutdown(self) -> None:
+        """End the processes, also those that hang in a collective."""
+        for worker in self._workers:
+            ray.kill(worker)
+        self._workers = []
+
+    def _sequence_size(self, role: str) -> int:
+        return self._setup.role_config(role).ulysses_sequence_parallel_size
+
+
+class RoleView:
+    """One role of a `WorkerGroup`."""
+
+    def __init__(self, group: WorkerGroup, name: str):
+        if name not in COLUMN_OF_ROLE:
+            raise ValueError(f"role '{name}': expected actor, ref or critic")
+        self._group, self.name = group, name
+
+    async def infer(self, batch: Batch, temperature: float | None = None) -> Batch:
+        """This role's column: `old_logprobs`, `ref_logprobs` or `values`."""
+        return await self._group.infer(COLUMN_OF_ROLE[self.name], batch, temperature)
+
+    async def train(self, batch: Batch, objective: Any, step: int = 0) -> Metrics:
+        """See `WorkerGroup.train`."""
+        return await self._group.train(self.name, batch, objective, step)
+
+
+def _raise_original(reference: ObjectRef) -> None:
+    try:
+        ray.get(reference)
+    except RayTaskError as error:
+        raise error.cause from error
+
+
+def _seed(run_seed: int, step: int) -> int:
+    """One stream of shuffles for each (run, step)."""
+    return abs(run_seed) * 1_000_003 + step

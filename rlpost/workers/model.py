@@ -1,0 +1,95 @@
+"""From `model.*` to files on disk and the facts that trainer, engine and data must agree on."""
+
+import fcntl
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from rlpost.registry import load_dotted
+from rlpost.workers.config import ModelConfig
+
+MAKER = "maker:"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ModelInfo:
+    """Facts about a checkpoint.
+
+    Attributes:
+        path: local folder of the checkpoint.
+        tokenizer_path: local folder of the tokenizer.
+        vocab_size: ids that may be sampled: 0..vocab_size-1, the tokenizer's.
+        embedding_size: rows of the embedding; larger than `vocab_size` when the checkpoint pads it.
+        stop_token_ids: ids that end an answer: EOS of the tokenizer and of the generation config.
+        max_position_embeddings: longest sequence the model was built for.
+    """
+
+    path: str
+    tokenizer_path: str
+    vocab_size: int
+    embedding_size: int
+    stop_token_ids: tuple[int, ...]
+    max_position_embeddings: int
+
+
+def resolve_path(path: str, cache: Path, seed: int, key: str = "model.path") -> Path:
+    """A local checkpoint folder for a folder, a hub id, or `maker:<dotted path>` of a `function(folder, seed)`.
+
+    What a maker writes stays under `cache`, one folder for each maker and seed, and is made once.
+
+    Raises:
+        ValueError: neither a folder with a `config.json` nor something the hub can give; says what was tried.
+    """
+    if path.startswith(MAKER):
+        dotted = path.removeprefix(MAKER)
+        make = load_dotted(dotted, key)
+        folder = cache / f"{dotted.rpartition('.')[2]}-seed{seed}"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(folder.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # parallel runs share the cache
+            make(folder, seed)
+        return folder
+    local = Path(path).expanduser()
+    if (local / "config.json").is_file():
+        return local.resolve()
+    if local.exists():
+        raise ValueError(f"{key}={path}: this folder holds no config.json, so it is no Hugging Face checkpoint")
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise ValueError(f"{key}={path}: no such folder (and not a hub id, which reads 'owner/name')")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, ignore_patterns=["*.pth", "original/*", "*.gguf"]))
+    except Exception as error:  # the hub's client raises many kinds; all mean that it is not to be had
+        raise ValueError(f"{key}={path}: no such folder, and the hub did not give it ({error})") from error
+
+
+def load_tokenizer(path: str | Path, cfg: ModelConfig) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, with `model.chat_template` in place of its own when that is set."""
+    tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=cfg.trust_remote_code)
+    if cfg.chat_template is not None:
+        tokenizer.chat_template = cfg.chat_template
+    return tokenizer
+
+
+def inspect(cfg: ModelConfig, cache: Path, seed: int) -> tuple[ModelInfo, PreTrainedTokenizerBase]:
+    """Resolve `cfg.path` and read what everyone needs to know about it."""
+    path = resolve_path(cfg.path, cache, seed)
+    tokenizer_path = resolve_path(cfg.tokenizer_path, cache, seed, "model.tokenizer_path") if cfg.tokenizer_path else path
+    tokenizer = load_tokenizer(tokenizer_path, cfg)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=cfg.trust_remote_code, **cfg.override_config)
+    text = config.get_text_config()
+    stops = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
+    if (path / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(path).eos_token_id
+        stops |= set(eos if isinstance(eos, list) else [eos] if eos is not None else [])
+    info = ModelInfo(
+        path=str(path),
+        tokenizer_path=str(tokenizer_path),
+        vocab_size=min(len(tokenizer), text.vocab_size),
+        embedding_size=text.vocab_size,
+        stop_token_ids=tuple(sorted(stops)),
+        max_position_embeddings=getattr(text, "max_position_embeddings", 2**31),
+    )
+    return info, tokenizer

@@ -1,0 +1,292 @@
+"""`ModelWorker`: one process of the trainer, holding actor, reference and critic of its device."""
+
+import functools
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+from rlpost.batch import Batch
+from rlpost.metrics import Metric, Metrics, Reduce, merge
+from rlpost.platform import free_port, host_address, platform
+from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, RefConfig, TrainRoleConfig
+from rlpost.workers.dispatch import InferWork, TrainWork
+from rlpost.workers.engine.base import Output
+from rlpost.workers.engine.fsdp import FSDPEngine
+from rlpost.workers.model import ModelInfo
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerSetup:
+    """What the trainer ranks are made of.
+
+    Attributes:
+        model: facts about the actor's checkpoint.
+        model_cfg: the `model` section.
+        actor: its section.
+        ref: the `ref` section, None without a reference. `path` must be a local folder or null.
+        critic: the `critic` section, None without a critic. `path` must be a local folder or null.
+        temperature: of the rollout.
+        total_updates: optimizer updates of the run for each trained role, for learning rates that decay.
+        seed: of the run.
+    """
+
+    model: ModelInfo
+    model_cfg: ModelConfig
+    actor: ActorConfig
+    ref: RefConfig | None = None
+    critic: CriticConfig | None = None
+    temperature: float = 1.0
+    total_updates: dict[str, int] = field(default_factory=dict)
+    seed: int = 0
+
+    @property
+    def has_own_ref(self) -> bool:
+        """False where the reference is the actor without its LoRA."""
+        return self.ref is not None and (self.model_cfg.lora_rank == 0 or self.ref.path is not None)
+
+    def role_config(self, role: str) -> TrainRoleConfig:
+        """The section that sizes a role's passes; the reference follows the actor."""
+        cfg = self.critic if role == "critic" else self.actor
+        assert cfg is not None
+        return cfg
+
+    def budget(self, role: str) -> tuple[int, str]:
+        """Tokens of a micro-batch over its sequence group, and the key that sets it."""
+        cfg = self.role_config(role)
+        tokens, key = (
+            cfg.ppo_max_token_len_per_gpu,
+            f"{'critic' if role == 'critic' else 'actor'}.ppo_max_token_len_per_gpu",
+        )
+        if role == "ref" and self.ref is not None and self.ref.log_prob_max_token_len_per_gpu is not None:
+            tokens, key = self.ref.log_prob_max_token_len_per_gpu, "ref.log_prob_max_token_len_per_gpu"
+        return tokens * cfg.ulysses_sequence_parallel_size, key
+
+
+class Objective(Protocol):
+    """What `train` needs of an `Algorithm` or a `CustomLoss`."""
+
+    def policy_loss(self, micro: Batch, output: Output) -> tuple[Tensor, Metrics]: ...
+
+    def value_loss(self, micro: Batch, output: Output) -> tuple[Tensor, Metrics]: ...
+
+
+class OutOfDeviceMemory(RuntimeError):
+    """A trainer rank ran out of device memory; the message names the phase and the keys to lower."""
+
+
+def _explain_oom(method: Callable) -> Callable:
+    """Turn the allocator's error into advice; every other error passes as it is."""
+
+    @functools.wraps(method)
+    def wrapped(self: "ModelWorker", *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            phase = " ".join([method.__name__, *(a for a in args if isinstance(a, str))])
+            raise OutOfDeviceMemory(
+                f"rank {self.rank} ran out of device memory in '{phase}': {error}\n"
+                "Lower actor.ppo_max_token_len_per_gpu (or the critic's) or rollout.gpu_memory_utilization; or set "
+                "model.enable_gradient_checkpointing=true, actor.fsdp.param_offload=true and "
+                "actor.fsdp.optimizer_offload=true"
+            ) from error
+
+    return wrapped
+
+
+class ModelWorker:
+    """Rank `rank` of `world_size`. A plain class: `group.py` makes a Ray actor of it.
+
+    Methods are collective: all ranks are called alike.
+    """
+
+    def __init__(self, rank: int, world_size: int):
+        self.rank, self.world_size = rank, world_size
+        self.engines: dict[str, FSDPEngine] = {}
+        self._sender: Any = None
+        self._profiler: torch.profiler.profile | None = None
+
+    # --- life ---
+
+    def rendezvous(self) -> str:
+        """`tcp://host:port` on this rank's host, for the process group; asked of rank 0."""
+        return f"tcp://{host_address()}:{free_port()}"
+
+    def connect(self, init_method: str, timeout_s: float) -> None:
+        """Join the trainer's process group."""
+        platform().set_device(0)
+        transformers.utils.logging.set_verbosity_error()  # it warns of a new value head; what matters is checked
+        transformers.utils.logging.disable_progress_bar()
+        dist.init_process_group(
+            platform().collective_backend,
+            init_method=init_method,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+
+    @_explain_oom
+    def build(self, setup: WorkerSetup) -> None:
+        """Load the engines of all roles."""
+        self.setup = setup
+        self.engines["actor"] = self._engine("actor", setup.model.path)
+        if setup.has_own_ref:
+            assert setup.ref is not None
+            self.engines["ref"] = self._engine("ref", setup.ref.path or setup.model.path)
+            self._rest_reference()
+        if setup.critic is not None:
+            self.engines["critic"] = self._engine("critic", setup.critic.path or setup.model.path)
+        platform().empty_cache()
+
+    def _engine(self, role: str, path: str) -> FSDPEngine:
+        setup = self.setup
+        model_cfg = setup.model_cfg
+        if role != "actor":
+            model_cfg = ModelConfig(**{n: getattr(model_cfg, n) for n in ModelConfig.__slots__} | {"lora_rank": 0})
+        return FSDPEngine(
+            path,
+            model_cfg,
+            setup.role_config(role),
+            vocab_size=setup.model.vocab_size,
+            temperature=setup.temperature,
+            tokenizer_path=setup.model.tokenizer_path,
+            critic=role == "critic",
+            train=role != "ref",
+            total_updates=setup.total_updates.get(role),
+            seed=setup.seed,
+        )
+
+    def shutdown(self) -> None:
+        """Leave the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    # --- passes ---
+
+    @_explain_oom
+    def infer(self, role: str, work: InferWork, temperature: float | None = None) -> Tensor | None:
+        """Logprobs (actor, ref) or values (critic) of the work's rows, float32 `[N]` on the host; None on ranks that do
+        not lead their sequence group."""
+        name = "actor" if role == "ref" and not self.setup.has_own_ref else role
+        engine = self.engines[name]
+        micro_batches = [work.rows.select(rows) for rows in work.micro_batches]
+        with self._reference_awake(name):
+            outputs = engine.forward(micro_batches, temperature=temperature, adapter=role != "ref")
+        if not engine.parallel.leads_sequence:
+            return None
+        result = torch.empty(work.rows.num_tokens)
+        offsets, lengths = work.rows.cu_seqlens.tolist(), work.rows.seqlens.tolist()
+        for rows, output in zip(work.micro_batches, outputs, strict=True):
+            column = output.values if role == "critic" else output.logprobs
+            assert column is not None
+            for row, part in zip(rows, column.split([lengths[r] for r in rows]), strict=True):
+                result[offsets[row] : offsets[row] + lengths[row]] = part
+        return result
+
+    @_explain_oom
+    def train(self, role: str, work: TrainWork, objective: Objective) -> Metrics:
+        """All optimizer updates of the work; metrics under `<role>/`."""
+        platform().reset_peak_memory()
+        engine = self.engines[role]
+        loss = objective.value_loss if role == "critic" else objective.policy_loss
+        metrics = merge(engine.train_step(work.micro_batches(step), loss) for step in work.steps)
+        named = {name if "/" in name else f"{role}/{name}": metric for name, metric in metrics.items()}
+        peak = platform().peak_memory_bytes() / 2**30
+        return named | {"perf/max_memory_reserved_gb": Metric(peak, reduce=Reduce.MAX)}
+
+    # --- memory ---
+
+    def offload(self, params: bool, optimizer: bool) -> None:
+        """Move to the host what each role's `fsdp.param_offload` and `fsdp.optimizer_offload` allow."""
+        for role in ("actor", "critic"):
+            if role in self.engines:
+                cfg = self.setup.role_config(role).fsdp
+                self.engines[role].to(
+                    "cpu", params=params and cfg.param_offload, optimizer=optimizer and cfg.optimizer_offload
+                )
+        platform().empty_cache()
+
+    @_explain_oom
+    def reload(self) -> None:
+        """Bring everything that trains back to the device."""
+        for role in ("actor", "critic"):
+            if role in self.engines:
+                self.engines[role].to("device")
+
+    def _rest_reference(self) -> None:
+        if self.setup.ref is not None and self.setup.ref.param_offload:
+            self.engines["ref"].to("cpu")
+
+    @contextmanager
+    def _reference_awake(self, name: str):
+        if name == "ref":
+            self.engines["ref"].to("device")
+        yield
+        if name == "ref":
+            self._rest_reference()
+
+    # --- weights to the rollout ---
+
+    def open_sender(self, transport: str, dtype: str, bucket_bytes: int) -> Any:
+        """Begin an update of the rollout's weights from the actor; returns the manifest."""
+        from rlpost.workers.weight_sync.base import make_sender
+
+        self._sender = make_sender(transport, self.engines["actor"], dtype, bucket_bytes)
+        return self._sender.manifest()
+
+    @_explain_oom
+    def next_bucket(self) -> dict[str, Any] | None:
+        """The next bucket as its transport sends it, None after the last."""
+        return self._sender.next_bucket()
+
+    def close_sender(self) -> int | None:
+        """End the update; the digest of what was sent, where the transport has one."""
+        sender, self._sender = self._sender, None
+        return sender.close()
+
+    # --- state ---
+
+    def save(self, folder: Path) -> None:
+        """Sharded state of every trained role, one folder each."""
+        for role in ("actor", "critic"):
+            if role in self.engines:
+                self.engines[role].save(Path(folder) / role)
+
+    @_explain_oom
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote."""
+        for role in ("actor", "critic"):
+            if role in self.engines:
+                self.engines[role].load(Path(folder) / role)
+
+    @_explain_oom
+    def export_hf(self, folder: Path, role: str = "actor") -> None:
+        """Write a role as a Hugging Face checkpoint."""
+        self.engines[role].export_hf(Path(folder))
+
+    # --- looking in ---
+
+    def peak_memory_bytes(self) -> int:
+        """Peak device memory reserved since the last training pass began."""
+        return platform().peak_memory_bytes()
+
+    def start_profile(self) -> None:
+        """Begin a torch profile on this rank."""
+        self._profiler = torch.profiler.profile(record_shapes=True)
+        self._profiler.start()
+
+    def stop_profile(self, path: Path) -> None:
+        """End it and write a Chrome trace to `path` (.json or .json.gz)."""
+        assert self._profiler is not None, "stop_profile without start_profile"
+        self._profiler.stop()
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(path))
+        self._profiler = None

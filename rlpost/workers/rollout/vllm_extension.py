@@ -1,0 +1,127 @@
+"""What vLLM loads into its own worker processes: our weight receiver, and the mask of padded ids.
+
+vLLM imports this module in every worker because `worker_extension_cls` names it, before the model is loaded.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.platforms import current_platform
+from vllm.v1.sample.logits_processor import LogitsProcessor
+
+from rlpost.workers.weight_sync.ipc import Bucket, BucketReader
+
+BACKEND = "rlpost"
+VOCAB_SIZE_KEY = "rlpost_vocab_size"  # in vLLM's additional_config
+WORKER_EXTENSION = f"{__name__}.WorkerExtension"
+VOCAB_MASK = f"{__name__}:VocabMask"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Nothing to agree on: each bucket says where its bytes are."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """One bucket, see `rlpost.workers.weight_sync.ipc`."""
+
+    bucket: Bucket = field(default_factory=dict)
+
+
+class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Reads buckets from shared or device memory and loads them layer by layer, in checkpoint format.
+
+    vLLM changed who opens and closes the layerwise reload: 0.24's worker does it itself and hands `load_weights` in; later
+    versions leave it to this class.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        device = next(self.model.parameters()).device
+        self.reader = BucketReader(device)
+        self._device = device
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """See `InitInfo`."""
+
+    def start_weight_update(self) -> None:
+        """Open a layerwise reload."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo, load_weights: Callable[..., Any] | None = None) -> None:
+        """Load one bucket. Tensors are copied out of it: the reload keeps those whose layer is not complete yet."""
+        load = load_weights or self.model.load_weights
+        load([(name, tensor.to(self._device, copy=True)) for name, tensor in self.reader.read(update_info.bucket)])
+
+    def finish_weight_update(self) -> None:
+        """Close the layerwise reload."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Unmap the trainer's buffers."""
+        self.reader.close()
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Required by vLLM 0.24's base class; the trainer's side is `rlpost.workers.weight_sync.ipc.Sender`."""
+        raise RuntimeError("weights are sent by rlpost.workers.weight_sync.ipc.Sender")
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, BucketTransferEngine)
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker; reached through `collective_rpc`."""
+
+    def rlpost_seal_update(self) -> int:
+        """After `finish_weight_update`: repack a tied head, and return the digest of the bytes received.
+
+        On CPU vLLM keeps a packed copy of the head's weight. The layerwise reload repacks the embedding but not the head
+        that shares its weight, which would go on with the old values.
+        """
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        head = getattr(model, "lm_head", None)
+        if current_platform.is_cpu() and head is not None and getattr(head, "quant_method", None) is not None:
+            head.quant_method.process_weights_after_loading(head)
+        return self.weight_transfer_engine.reader.close()  # type: ignore[attr-defined]
+
+    def rlpost_device_uuid(self) -> str:
+        """The physical device of this worker, "cpu" without one."""
+        if current_platform.is_cpu():
+            return "cpu"
+        return str(torch.cuda.get_device_properties(self.device).uuid)  # type: ignore[attr-defined]
+
+
+class VocabMask(LogitsProcessor):
+    """Never sample ids beyond the tokenizer's: a padded embedding has rows that no token owns."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
+        self._vocab_size = vllm_config.additional_config[VOCAB_SIZE_KEY]
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Mask `[B, V]` logits in place."""
+        logits[:, self._vocab_size :] = float("-inf")
+        return logits
+
+    def is_argmax_invariant(self) -> bool:
+        """False: it can change which token is the likeliest."""
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        """It keeps no state for each request."""

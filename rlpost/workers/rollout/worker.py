@@ -1,0 +1,200 @@
+"""The two Ray actors of rollout: one around an engine, one that runs workflows and scores their answers.
+
+They are processes of their own because an engine's host loop bounds decoding and must not wait for rewards.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayTaskError
+
+from rlpost.batch import Prompt, Provenance, Status, Trajectory
+from rlpost.rewards.base import Answer, RewardError
+from rlpost.rewards.config import RewardConfig
+from rlpost.rewards.scorer import RewardScorer
+from rlpost.workers.config import RolloutConfig
+from rlpost.workers.model import ModelInfo
+from rlpost.workers.rollout.base import ENGINES, Completion, SamplingSpec, request_seed
+from rlpost.workers.rollout.workflow import get_workflow
+
+_Waiting = tuple["Request", "asyncio.Future[list[Completion]]"]
+MAX_CONCURRENCY = 100_000  # calls an actor may hold open at once: every waiting request is one
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Request:
+    """One call of `RolloutEngine.generate`."""
+
+    token_ids: np.ndarray
+    spec: SamplingSpec
+    seed: int
+    request_id: str
+    n: int
+
+
+@ray.remote(max_concurrency=MAX_CONCURRENCY)
+class RolloutWorker:
+    """One engine replica in a process of its own."""
+
+    def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int):
+        self._timeout_s = cfg.request_timeout_s
+        self._engine = ENGINES.get(cfg.name, "rollout.name")(cfg, model, max_model_len)
+
+    async def generate(self, requests: list[Request]) -> list[list[Completion]]:
+        """The completions of each request; returns when all are done.
+
+        Raises:
+            TimeoutError: a request that took longer than `rollout.request_timeout_s`.
+        """
+        return await asyncio.gather(*(self._one(request) for request in requests))
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Any other method of the engine."""
+        return await getattr(self._engine, method)(*args)
+
+    async def _one(self, request: Request) -> list[Completion]:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._engine.generate(
+                    request.token_ids.tolist(), request.spec, request.seed, request.request_id, request.n
+                )
+        except TimeoutError:
+            raise TimeoutError(
+                f"request {request.request_id} took longer than rollout.request_timeout_s={self._timeout_s}"
+            ) from None
+
+
+@ray.remote(max_concurrency=MAX_CONCURRENCY)
+class WorkflowWorker:
+    """Runs workflows over the engines and scores what they return.
+
+    Args:
+        cfg: the `rollout` section.
+        model: for the tokenizer, with which rewards see answers.
+        reward: the `reward` section.
+        engines: handles of all `RolloutWorker`s.
+        seed: of the run.
+        max_response_length: limit of sampled tokens.
+    """
+
+    def __init__(
+        self,
+        cfg: RolloutConfig,
+        model: ModelInfo,
+        reward: RewardConfig,
+        engines: Sequence[ActorHandle],
+        seed: int,
+        max_response_length: int,
+    ):
+        from transformers import AutoTokenizer
+
+        self._workflow = get_workflow(cfg.workflow)
+        self._tokenizer = AutoTokenizer.from_pretrained(model.tokenizer_path)
+        self._scorer = RewardScorer(reward, max_response_length)
+        self._router = Router(engines)
+        self._seed = seed
+        self._num_runs = 0
+
+    async def run(self, prompts: list[Prompt], n: int, spec: SamplingSpec) -> list[list[Trajectory]]:
+        """`n` scored trajectories of each prompt."""
+        return await asyncio.gather(*(self._run_one(prompt, n, spec) for prompt in prompts))
+
+    async def close(self) -> None:
+        """End the reward processes."""
+        self._scorer.close()
+
+    async def _run_one(self, prompt: Prompt, n: int, spec: SamplingSpec) -> list[Trajectory]:
+        self._num_runs += 1
+        run = self._num_runs
+
+        async def generate(
+            token_ids: Sequence[int] | np.ndarray, n: int = 1, key: str = "", max_tokens: int | None = None
+        ) -> list[Completion]:
+            return await self._router.generate(
+                Request(
+                    token_ids=np.asarray(token_ids, np.int64),
+                    spec=spec if max_tokens is None else replace(spec, max_tokens=max_tokens),
+                    seed=request_seed(self._seed, prompt.id, key),
+                    request_id=f"{prompt.id}/{run}/{key}/{id(self)}",
+                    n=n,
+                )
+            )
+
+        trajectories = await self._workflow(prompt, n, generate)
+        if len(trajectories) != n:
+            raise ValueError(f"the workflow returned {len(trajectories)} trajectories of prompt '{prompt.id}', expected {n}")
+        await self._score(prompt, trajectories)
+        return trajectories
+
+    async def _score(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:
+        """Put rewards on the last sampled tokens. Aborted trajectories are partial and get none."""
+        complete = [t for t in trajectories if t.status in (Status.STOP, Status.LENGTH) and len(t.response_ids)]
+        if not complete:
+            return
+        ids = [t.response_ids.tolist() for t in complete]
+        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+        answers = [
+            Answer(text=text, token_ids=tokens, truncated=t.status is Status.LENGTH)
+            for t, text, tokens in zip(complete, texts, ids, strict=True)
+        ]
+        for t, scored in zip(complete, await self._scorer.score(prompt, answers), strict=True):
+            if isinstance(scored, RewardError):
+                t.status, t.error = Status.REWARD_ERROR, str(scored)
+                continue
+            t.rewards[np.flatnonzero(t.provenance == Provenance.MODEL)[-1]] = scored.value
+            t.reward_parts = scored.parts
+
+
+class Router:
+    """Spreads requests over engine replicas by the samples they hold, and sends those of one moment in one call."""
+
+    def __init__(self, engines: Sequence[ActorHandle]):
+        self._engines = list(engines)
+        self._load = [0] * len(self._engines)
+        self._pending: list[_Waiting] = []
+        self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself holds tasks only weakly
+
+    async def generate(self, request: Request) -> list[Completion]:
+        """The completions of `request`."""
+        future: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
+        if not self._pending:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._pending.append((request, future))
+        return await future
+
+    def _flush(self) -> None:
+        shares: list[list[_Waiting]] = [[] for _ in self._engines]
+        for request, future in self._pending:
+            replica = self._load.index(min(self._load))
+            self._load[replica] += request.n
+            shares[replica].append((request, future))
+        self._pending = []
+        for replica, share in enumerate(shares):
+            if share:
+                task = asyncio.ensure_future(self._send(replica, share))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _send(self, replica: int, share: list[_Waiting]) -> None:
+        try:
+            results = await self._engines[replica].generate.remote([request for request, _ in share])
+            for (_, future), result in zip(share, results, strict=True):
+                future.set_result(result)
+        except Exception as error:  # whatever it was, whoever waits must hear of it
+            for _, future in share:
+                if not future.done():
+                    future.set_exception(unwrap(error))
+        finally:
+            self._load[replica] -= sum(request.n for request, _ in share)
+
+
+def unwrap(error: BaseException) -> BaseException:
+    """The remote error itself, without the layers that Ray puts around it."""
+    while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+        error = error.cause
+    return error

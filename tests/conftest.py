@@ -1,0 +1,18 @@
+"""What holds for every test: one thread a process, and no GPU tests without a GPU."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # models here are tiny; more threads only compete
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():  # true for ROCm as well
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="no GPU"))

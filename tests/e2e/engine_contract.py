@@ -1,0 +1,250 @@
+"""What every rollout engine must do, as functions of a started engine; `test_rollout_engines.py` runs them all."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from rlpost.batch import Status
+from rlpost.workers.model import ModelInfo
+from rlpost.workers.rollout.base import Completion, RolloutEngine, SamplingSpec, WeightManifest
+from rlpost.workers.weight_sync.ipc import Sender
+
+EOS = 1
+NUM_TOKENS = 32  # in the tokenizer
+EMBEDDING = 64  # rows of the embedding: half of them belong to no token
+MAX_MODEL_LEN = 64
+CHARACTERS = "0123456789+-*/=()abcdefghijklmnopqrstuvwxyz"
+PROMPTS = ([5, 6, 7], [8, 9, 10, 11, 12], [13] * 17, [3])
+
+
+def make_checkpoint(folder: Path, *, tied: bool, seed: int = 0) -> ModelInfo:
+    """A two-layer Qwen3 with sharp random weights and a tokenizer of single characters."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=EMBEDDING,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS[: NUM_TOKENS - 3]])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    return ModelInfo(
+        path=str(folder),
+        tokenizer_path=str(folder),
+        vocab_size=NUM_TOKENS,
+        embedding_size=EMBEDDING,
+        stop_token_ids=(EOS,),
+        max_position_embeddings=256,
+    )
+
+
+class Trainer:
+    """A transformers model that plays the trainer: reference logprobs, and weights to send."""
+
+    def __init__(self, info: ModelInfo):
+        self.model = Qwen3ForCausalLM.from_pretrained(info.path, dtype=torch.float32).eval().requires_grad_(False)
+
+    def shake(self, seed: int) -> None:
+        """Other weights, clearly."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+    def named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.to(dtype)
+
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        logits = self.model(torch.tensor([list(token_ids)])).logits[0]
+        logits[:, NUM_TOKENS:] = -torch.inf
+        return logits
+
+    def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        ids = list(prompt)
+        while len(ids) < len(prompt) + max_tokens and (len(ids) == len(prompt) or ids[-1] != EOS):
+            ids.append(int(self.logits(ids)[-1].argmax()))
+        return ids[len(prompt) :]
+
+    def logprobs(self, prompt: Sequence[int], sampled: Sequence[int], temperature: float) -> np.ndarray:
+        ids = [*prompt, *sampled]
+        table = (self.logits(ids)[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+        return table.gather(1, torch.as_tensor(sampled)[:, None])[:, 0].numpy()
+
+
+def spec(temperature: float = 1.0, max_tokens: int = 8, stop: tuple[int, ...] = (EOS,)) -> SamplingSpec:
+    return SamplingSpec(temperature=temperature, max_tokens=max_tokens, vocab_size=NUM_TOKENS, stop_token_ids=stop)
+
+
+async def push(engine: RolloutEngine, trainer: Trainer, version: int, bucket_bytes: int = 20_000) -> int:
+    """One update through shared memory, in several buckets; returns how many."""
+    sender = Sender("shm", trainer, torch.float32, bucket_bytes)
+    await engine.begin_update(WeightManifest(version=version, tensors=sender.manifest()))
+    num_buckets = 0
+    while bucket := sender.next_bucket():
+        await engine.load_bucket(bucket)
+        num_buckets += 1
+    assert await engine.finish_update(version) == sender.close()
+    return num_buckets
+
+
+def mean_difference(trainer: Trainer, prompt: Sequence[int], completions: list[Completion], temperature: float) -> float:
+    differences = [
+        np.abs(c.logprobs - trainer.logprobs(prompt, c.token_ids.tolist(), temperature)) for c in completions
+    ]
+    return float(np.concatenate(differences).mean())
+
+
+async def check_greedy(engine: RolloutEngine, trainer: Trainer) -> None:
+    for i, prompt in enumerate(PROMPTS):
+        (completion,) = await engine.generate(prompt, spec(temperature=0.0), seed=0, request_id=f"greedy{i}")
+        assert completion.token_ids.tolist() == trainer.greedy(prompt, 8)
+
+
+async def check_logprobs(engine: RolloutEngine, trainer: Trainer) -> None:
+    for temperature in (1.0, 0.6, 1.7):
+        completions = await engine.generate(PROMPTS[1], spec(temperature), seed=3, request_id=f"lp{temperature}", n=8)
+        assert mean_difference(trainer, PROMPTS[1], completions, temperature) < 1e-4
+
+
+async def check_seeds(engine: RolloutEngine) -> None:
+    """Sample i draws with seed + i, alone or among others, busy or idle."""
+    together = await engine.generate(PROMPTS[0], spec(), seed=40, request_id="s0", n=4)
+    noise = [engine.generate(prompt, spec(), seed=i, request_id=f"noise{i}", n=4) for i, prompt in enumerate(PROMPTS)]
+    alone = [engine.generate(PROMPTS[0], spec(), seed=40 + i, request_id=f"s1{i}") for i in range(4)]
+    results = await asyncio.gather(*alone, *noise)
+    assert [c.token_ids.tolist() for c in together] == [r[0].token_ids.tolist() for r in results[:4]]
+    assert len({tuple(c.token_ids) for c in together}) > 1
+    assert [c.token_ids.tolist() for r in results[4:] for c in r] != [c.token_ids.tolist() for c in together] * 4
+
+
+async def check_stop_and_length(engine: RolloutEngine, trainer: Trainer) -> None:
+    greedy = trainer.greedy(PROMPTS[0], 6)
+    (stopped,) = await engine.generate(PROMPTS[0], spec(0.0, 6, (greedy[1],)), seed=0, request_id="stop")
+    first = greedy.index(greedy[1])
+    assert stopped.status is Status.STOP and stopped.token_ids.tolist() == greedy[: first + 1]
+    (cut,) = await engine.generate(PROMPTS[0], spec(0.0, 3, ()), seed=0, request_id="cut")
+    assert cut.status is Status.LENGTH and len(cut.token_ids) == len(cut.logprobs) == len(cut.versions) == 3
+
+
+async def check_padded_ids(engine: RolloutEngine) -> None:
+    """At a high temperature every id is likely; none beyond the tokenizer's may come."""
+    completions = await engine.generate(PROMPTS[2], spec(50.0, 40, ()), seed=0, request_id="pad", n=16)
+    sampled = np.concatenate([c.token_ids for c in completions])
+    assert sampled.max() < NUM_TOKENS
+    assert len(set(sampled.tolist())) > NUM_TOKENS // 2
+
+
+async def check_concurrency(engine: RolloutEngine, trainer: Trainer) -> None:
+    requests = [engine.generate(PROMPTS[i % 4], spec(), seed=i, request_id=f"many{i}", n=2) for i in range(48)]
+    for i, completions in enumerate(await asyncio.gather(*requests)):
+        assert len(completions) == 2
+        assert mean_difference(trainer, PROMPTS[i % 4], completions, 1.0) < 1e-4
+
+
+async def check_abort(engine: RolloutEngine) -> None:
+    long = spec(max_tokens=MAX_MODEL_LEN - 3, stop=())
+    request = asyncio.ensure_future(engine.generate(PROMPTS[0], long, seed=0, request_id="abort", n=2))
+    await asyncio.sleep(0.02)
+    await engine.abort("abort")
+    for completion in await request:
+        assert completion.status is Status.ABORT
+        assert len(completion.token_ids) == len(completion.logprobs) < MAX_MODEL_LEN - 3
+
+
+async def check_too_long(engine: RolloutEngine) -> None:
+    try:
+        await engine.generate([3] * MAX_MODEL_LEN, spec(), seed=0, request_id="long")
+    except ValueError as error:
+        assert "rollout.max_model_len=64" in str(error)
+    else:
+        raise AssertionError("a request beyond the engine's length was accepted")
+
+
+async def check_update(engine: RolloutEngine, trainer: Trainer, version: int) -> None:
+    trainer.shake(version)
+    (before,) = await engine.generate(PROMPTS[1], spec(), seed=1, request_id=f"old{version}")
+    assert mean_difference(trainer, PROMPTS[1], [before], 1.0) > 0.05, "the new weights are hardly different"
+    assert await push(engine, trainer, version) > 2
+    completions = await engine.generate(PROMPTS[1], spec(), seed=1, request_id=f"new{version}", n=8)
+    assert mean_difference(trainer, PROMPTS[1], completions, 1.0) < 1e-4
+    assert all((c.versions == version).all() for c in completions)
+
+
+async def check_refused_update(engine: RolloutEngine, trainer: Trainer) -> None:
+    """A manifest that does not fit is refused before anything is touched."""
+    good = Sender("shm", trainer, torch.float32, 1 << 20).manifest()
+    name = "model.layers.0.mlp.up_proj.weight"
+    bad = {
+        "missing: model.layers.0.mlp.up_proj.weight": {k: v for k, v in good.items() if k != name},
+        "unknown: model.layers.0.mlp.upproj.weight": good | {"model.layers.0.mlp.upproj.weight": good[name]},
+        "model.layers.0.mlp.up_proj.weight is [3, 4], expected [96, 64]": good | {name: ((3, 4), "float32")},
+    }
+    for message, tensors in bad.items():
+        try:
+            await engine.begin_update(WeightManifest(version=99, tensors=tensors))
+        except ValueError as error:
+            assert message in str(error)
+        else:
+            raise AssertionError(f"accepted: {message}")
+    await check_greedy(engine, trainer)
+
+
+async def check_pause_keep(engine: RolloutEngine, trainer: Trainer, version: int) -> None:
+    """Tokens before and after an update in the middle of a request belong to the weights of their version."""
+    long = spec(max_tokens=MAX_MODEL_LEN - 3, stop=())
+    old = Trainer.__new__(Trainer)
+    old.model = Qwen3ForCausalLM(trainer.model.config).eval().requires_grad_(False)
+    old.model.load_state_dict(trainer.model.state_dict())
+    request = asyncio.ensure_future(engine.generate(PROMPTS[0], long, seed=5, request_id=f"keep{version}", n=2))
+    await asyncio.sleep(0.05)
+    await engine.pause(keep=True)
+    trainer.shake(100 + version)
+    await push(engine, trainer, version)
+    assert not request.done()
+    await engine.resume()
+    for c in await request:
+        assert c.status is Status.LENGTH and len(c.token_ids) == MAX_MODEL_LEN - 3
+        assert set(c.versions.tolist()) == {version - 1, version}
+        ids = c.token_ids.tolist()
+        before, after = old.logprobs(PROMPTS[0], ids, 1.0), trainer.logprobs(PROMPTS[0], ids, 1.0)
+        assert np.abs(c.logprobs - np.where(c.versions == version, after, before)).mean() < 1e-4
+
+
+async def check_pause_abort(engine: RolloutEngine) -> None:
+    long = spec(max_tokens=MAX_MODEL_LEN - 3, stop=())
+    request = asyncio.ensure_future(engine.generate(PROMPTS[0], long, seed=5, request_id="pa"))
+    await asyncio.sleep(0.02)
+    await engine.pause(keep=False)
+    waiting = asyncio.ensure_future(engine.generate(PROMPTS[0], spec(max_tokens=2), seed=5, request_id="pw"))
+    assert (await request)[0].status is Status.ABORT
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await engine.resume()
+    assert (await waiting)[0].status is not Status.ABORT
+
+
+async def check_sleep(engine: RolloutEngine, trainer: Trainer) -> None:
+    """Waking gives the weights back; on CPU both do nothing."""
+    await engine.sleep()
+    await engine.wake(("weights",))
+    await engine.wake(("kv_cache",))
+    await check_greedy(engine, trainer)

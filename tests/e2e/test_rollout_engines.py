@@ -1,0 +1,95 @@
+"""The rollout contract on real engines. One start of an engine serves all its checks."""
+
+import asyncio
+import importlib.util
+from pathlib import Path
+
+import psutil
+import pytest
+
+import engine_contract as contract
+from rlpost.workers.config import RolloutConfig
+from rlpost.workers.rollout.base import ENGINES, RolloutEngine
+
+ENGINE_NAMES = ["hf", pytest.param("vllm", marks=pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="no vLLM"))]
+needs_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="no vLLM")
+
+
+@pytest.fixture(autouse=True)
+def engine_environment(monkeypatch):
+    from rlpost.platform import platform
+
+    for key, value in platform().engine_env("vllm").items():
+        monkeypatch.setenv(key, value)
+    yield
+    left = [p.name() for p in psutil.Process().children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
+    assert not left, f"processes left behind: {left}"
+
+
+def config(name: str, **changes) -> RolloutConfig:
+    return RolloutConfig(name=name, dtype="float32", max_num_seqs=64, startup_timeout_s=120.0, **changes)
+
+
+def make_engine(name: str, folder: Path, *, tied: bool, **changes) -> tuple[RolloutEngine, contract.Trainer]:
+    info = contract.make_checkpoint(folder, tied=tied)
+    return ENGINES.get(name)(config(name, **changes), info, contract.MAX_MODEL_LEN), contract.Trainer(info)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", ENGINE_NAMES)
+def test_engine_honours_the_contract(name, tied, tmp_path):
+    async def main() -> None:
+        engine, trainer = make_engine(name, tmp_path, tied=tied)
+        await engine.start()
+        try:
+            await contract.check_greedy(engine, trainer)
+            await contract.check_logprobs(engine, trainer)
+            await contract.check_seeds(engine)
+            await contract.check_stop_and_length(engine, trainer)
+            await contract.check_padded_ids(engine)
+            await contract.check_concurrency(engine, trainer)
+            await contract.check_abort(engine)
+            await contract.check_too_long(engine)
+            await contract.check_refused_update(engine, trainer)
+            await contract.check_update(engine, trainer, 1)
+            await contract.check_update(engine, trainer, 2)
+            await contract.check_pause_keep(engine, trainer, 3)
+            await contract.check_pause_abort(engine)
+            await contract.check_sleep(engine, trainer)
+            assert await engine.device_uuids() == ["cpu"]
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(main())
+
+
+@needs_vllm
+def test_vllm_that_does_not_start_says_why(tmp_path):
+    async def main() -> None:
+        # the engine's process, not this one, finds that the cache does not fit
+        engine, _ = make_engine("vllm", tmp_path, tied=True, engine_kwargs={"kv_cache_memory_bytes": 1})
+        with pytest.raises(RuntimeError, match="vLLM did not start: .*KV cache"):
+            await engine.start()
+        await engine.shutdown()
+
+    asyncio.run(main())
+
+
+@needs_vllm
+def test_vllm_reports_why_it_died(tmp_path):
+    async def main() -> None:
+        engine, trainer = make_engine("vllm", tmp_path, tied=True)
+        await engine.start()
+        try:
+            long = contract.spec(max_tokens=60, stop=())
+            request = asyncio.ensure_future(engine.generate([3], long, seed=0, request_id="r", n=8))
+            await asyncio.sleep(0.01)
+            for child in psutil.Process().children(recursive=True):
+                if "EngineCore" in " ".join(child.cmdline()) or "spawn_main" in " ".join(child.cmdline()):
+                    child.kill()
+            with pytest.raises(RuntimeError, match="the vLLM engine died"):
+                await request
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(main())

@@ -1,0 +1,40 @@
+import pytest
+import torch
+
+from rlpost.batch import Batch
+from rlpost.trainer.parity import Parity, compare, likely_cause
+
+
+def batch(old, rollout, versions, mask):
+    return Batch(
+        torch.tensor([0, len(old)]),
+        {
+            "old_logprobs": torch.tensor(old),
+            "rollout_logprobs": torch.tensor(rollout),
+            "versions": torch.tensor(versions),
+            "response_mask": torch.tensor(mask),
+        },
+    )
+
+
+def test_compare_counts_only_response_tokens_of_the_version():
+    parity = compare(batch([0.0, -1.0, -2.0, -9.0], [5.0, -1.1, -1.8, 0.0], [-1, 4, 4, 3], [False, True, True, True]), 4)
+    assert parity.num_tokens == 2
+    assert parity.mean == pytest.approx(0.15) and parity.max == pytest.approx(0.2)
+    assert parity.signed_mean == pytest.approx(0.05)
+
+
+def test_compare_of_nothing_reports_nothing():
+    parity = compare(batch([0.0], [0.0], [0], [True]), 1)
+    assert parity.num_tokens == 0 and parity.metrics() == {}
+
+
+def test_likely_cause_tells_stale_weights_sampling_and_precision_apart():
+    big = Parity(mean=0.5, p99=2, max=3, signed_mean=0.0, num_tokens=100)
+    assert likely_cause(big, after_push=1e-5, other_temperature={}, limit=1e-3).startswith("stale weights")
+    assert "temperature 1.0" in likely_cause(big, 0.5, {0.7: 0.4, 1.0: 1e-5}, 1e-3)
+    higher = Parity(mean=0.5, p99=2, max=3, signed_mean=0.49, num_tokens=100)
+    assert "renormalises" in likely_cause(higher, 0.5, {}, 1e-3)
+    small = Parity(mean=0.05, p99=0.1, max=0.2, signed_mean=0.0, num_tokens=100)
+    assert likely_cause(small, 0.05, {}, 1e-3).startswith("precision")
+    assert "tied" in likely_cause(big, 0.5, {}, 1e-3)
