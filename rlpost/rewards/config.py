@@ -24,8 +24,14 @@ class OverlongBufferConfig:
     """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13): linear over the last `len` tokens of the limit."""
 
     enable: bool = False
-    len: int | None = None  # null: a quarter of data.max_response_length
-    penalty_factor: float = 1.0
+    len: int | None = None  # tokens; null: a quarter of data.max_response_length
+    penalty_factor: float = 1.0  # what an answer at the limit loses
+
+    def __post_init__(self) -> None:
+        if self.len is not None and self.len < 1:
+            raise ValueError(f"reward.overlong_buffer.len={self.len}: must be >= 1, or null for a quarter of the limit")
+        if self.penalty_factor < 0:
+            raise ValueError(f"reward.overlong_buffer.penalty_factor={self.penalty_factor}: must be >= 0 (a deduction)")
 
 
 @dataclass(slots=True, kw_only=True)

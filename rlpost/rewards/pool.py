@@ -85,8 +85,8 @@ class _Child:
         self._lock = threading.Lock()  # no process is started once the pool is closed
 
     def call(self, call: Call, imports: tuple[str, ...]) -> Any:
-        if self._process is not None and self._process.poll() is not None:
-            self.stop()  # it died between two calls: not the fault of this one
+        if self._connection is not None and self._connection.poll():
+            self.stop()  # end of file: it died between two calls, which is not the fault of this one
         if self._process is None:
             self._start()
         if call.path not in self._loaded:

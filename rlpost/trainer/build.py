@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import transformers
 from transformers import PreTrainedTokenizerBase
 
 from rlpost.algos.algorithm import Algorithm
@@ -66,6 +67,7 @@ def prepare(cfg: Config) -> Facts:
     Raises:
         ValueError: the model or tokenizer is not to be had.
     """
+    transformers.utils.logging.disable_progress_bar()
     info, tokenizer = inspect(cfg.model, Path(cfg.cache_dir).expanduser(), cfg.seed)
     spec = SamplingSpec(
         temperature=cfg.rollout.temperature,
@@ -78,7 +80,7 @@ def prepare(cfg: Config) -> Facts:
 
 def start_ray(cfg: ClusterConfig) -> Callable[[], None]:
     """Start or join Ray; returns what ends it."""
-    arguments: dict[str, Any] = {"log_to_driver": False, "runtime_env": {"env_vars": RAY_ENV}}
+    arguments: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "runtime_env": {"env_vars": RAY_ENV}}
     if cfg.address is None:
         arguments |= {"address": "local", "num_cpus": max(4, cpu_count()), "include_dashboard": False}
     else:

@@ -1,7 +1,6 @@
 """What a run tells: metrics of each step, validation tables, rollouts on disk, and the closing summary."""
 
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -133,15 +132,17 @@ class Reporter:
 
     def note(self, text: str) -> None:
         """A line for the person who watches."""
-        print(f"rlpost: {text}", file=sys.stderr, flush=True)
+        self._tracking.note(text)
 
     def finish(self) -> None:
         """Close the trackers, draw the curves, and say where everything is and how answers changed."""
-        self._tracking.close()
         metrics = self.folder / "metrics.jsonl"
-        if metrics.is_file() and metrics.stat().st_size:
-            self.note(f"curves      {plot_curves(metrics, self.folder / 'curves.png')}")
+        if metrics.is_file():
             self.note(f"metrics     {metrics}")
+            try:
+                self.note(f"curves      {plot_curves(metrics, self.folder / 'curves.png')}")
+            except ValueError as error:  # no matplotlib, or nothing logged: no reason to fail a finished run
+                self.note(f"curves      none: {error}")
         for name in ("tensorboard", "checkpoints", "hf"):
             if (self.folder / name).exists():
                 self.note(f"{name:<11} {self.folder / name}")
@@ -152,6 +153,7 @@ class Reporter:
                     f"sample      {row['prompt']!r} (right: {row['ground_truth']!r})  "
                     f"before {row['answer']!r}  after {after[row['prompt']]!r}"
                 )
+        self._tracking.close()
 
     def close(self) -> None:
         """Close the trackers of a run that did not get to `finish`; safe after it."""

@@ -136,7 +136,7 @@ class ModelWorker:
     def build(self, setup: WorkerSetup) -> None:
         """Load the engines of all roles."""
         self.setup = setup
-        self.engines["actor"] = self._engine("actor", setup.model.path)
+        self.engines = {"actor": self._engine("actor", setup.model.path)}
         if setup.has_own_ref:
             assert setup.ref is not None
             self.engines["ref"] = self._engine("ref", setup.ref.path or setup.model.path)
@@ -234,11 +234,19 @@ class ModelWorker:
 
     # --- weights to the rollout ---
 
-    def open_sender(self, transport: str, dtype: str, bucket_bytes: int) -> Any:
-        """Begin an update of the rollout's weights from the actor; returns the manifest."""
-        from rlpost.workers.weight_sync.base import make_sender
+    def device_uuid(self) -> str:
+        """Identity of this rank's device; "cpu" without one."""
+        return platform().device_uuid()
 
-        self._sender = make_sender(transport, self.engines["actor"], dtype, bucket_bytes)
+    def open_sender(self, transport: str, dtype: str, bucket_bytes: int) -> None:
+        """Choose how the actor's weights leave this rank, once for all updates."""
+        from rlpost.workers.weight_sync.base import make_sender  # it imports the group, which imports this module
+
+        self._sender = make_sender(transport, self.engines["actor"], getattr(torch, dtype), bucket_bytes)
+
+    @_explain_oom
+    def weight_manifest(self) -> Any:
+        """What an update brings: name -> (shape, dtype name)."""
         return self._sender.manifest()
 
     @_explain_oom
@@ -247,9 +255,8 @@ class ModelWorker:
         return self._sender.next_bucket()
 
     def close_sender(self) -> int | None:
-        """End the update; the digest of what was sent, where the transport has one."""
-        sender, self._sender = self._sender, None
-        return sender.close()
+        """End an update; the digest of what was sent, where this rank sends."""
+        return self._sender.close()
 
     # --- state ---
 
@@ -278,15 +285,15 @@ class ModelWorker:
         return platform().peak_memory_bytes()
 
     def start_profile(self) -> None:
-        """Begin a torch profile on this rank."""
-        self._profiler = torch.profiler.profile(record_shapes=True)
+        """Begin a torch profile."""
+        self._profiler = torch.profiler.profile()
         self._profiler.start()
 
-    def stop_profile(self, path: Path) -> None:
-        """End it and write a Chrome trace to `path` (.json or .json.gz)."""
+    def stop_profile(self, folder: Path) -> None:
+        """End it and write a Chrome trace, `<folder>/rank<rank>.json.gz`."""
         assert self._profiler is not None, "stop_profile without start_profile"
         self._profiler.stop()
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._profiler.export_chrome_trace(str(path))
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(folder / f"rank{self.rank}.json.gz"))
         self._profiler = None

@@ -32,7 +32,7 @@ def make_checkpoint(folder: Path, *, tied: bool, seed: int = 0) -> ModelInfo:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,  # the least that vLLM has CPU attention for
         max_position_embeddings=256,
         tie_word_embeddings=tied,
         initializer_range=0.2,
@@ -106,7 +106,9 @@ async def push(engine: RolloutEngine, trainer: Trainer, version: int, bucket_byt
     return num_buckets
 
 
-def mean_difference(trainer: Trainer, prompt: Sequence[int], completions: list[Completion], temperature: float) -> float:
+def mean_difference(
+    trainer: Trainer, prompt: Sequence[int], completions: list[Completion], temperature: float
+) -> float:
     differences = [
         np.abs(c.logprobs - trainer.logprobs(prompt, c.token_ids.tolist(), temperature)) for c in completions
     ]
@@ -147,7 +149,7 @@ async def check_stop_and_length(engine: RolloutEngine, trainer: Trainer) -> None
 
 async def check_padded_ids(engine: RolloutEngine) -> None:
     """At a high temperature every id is likely; none beyond the tokenizer's may come."""
-    completions = await engine.generate(PROMPTS[2], spec(50.0, 40, ()), seed=0, request_id="pad", n=16)
+    completions = await engine.generate(PROMPTS[2], spec(2.0, 40, ()), seed=0, request_id="pad", n=16)
     sampled = np.concatenate([c.token_ids for c in completions])
     assert sampled.max() < NUM_TOKENS
     assert len(set(sampled.tolist())) > NUM_TOKENS // 2

@@ -7,11 +7,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-import engine_contract as contract
+from tests.e2e import engine_contract as contract
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.rollout.base import ENGINES, RolloutEngine
 
-ENGINE_NAMES = ["hf", pytest.param("vllm", marks=pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="no vLLM"))]
+ENGINE_NAMES = [
+    "hf",
+    pytest.param("vllm", marks=pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="no vLLM")),
+]
 needs_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="no vLLM")
 
 

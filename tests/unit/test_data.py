@@ -161,7 +161,7 @@ def test_missing_template_names_both_ways_out(plain_tokenizer: Any, tmp_path: Pa
         ({"prompt": [{"role": "user"}], "answer": "2"}, {}, r"x.jsonl:1: the prompt is .*, expected"),
         ({"prompt": "", "answer": "2"}, {}, r"x.jsonl:1: the prompt has no tokens"),
         ({"promt": "1+1=", "answer": "2"}, {"adapter": "plain"}, r"x.jsonl:1: data.prompt_key=prompt: .* 'promt'"),
-        ({"a": 1}, {"adapter": "operator.getitem"}, r"x.jsonl:1: data.adapter=operator.getitem: KeyError"),
+        ({"a": 1}, {"adapter": "operator.getitem"}, r"x.jsonl:1: data.adapter=operator.getitem: TypeError"),
         (
             {"prompt": [{"role": "system", "content": "a"}], "answer": "2"},
             {"instruction": "Think."},
@@ -222,16 +222,14 @@ def test_config_refuses_what_makes_no_sense(fields: dict, message: str) -> None:
 
 
 def test_verl_parquet_becomes_prompts(tokenizer: Any, tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     row = {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": "1+1?"}],
         "reward_model": {"ground_truth": "2", "style": "rule"},
         "extra_info": {"index": 7, "split": "train"},
     }
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * 3), tmp_path / "train.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist([row] * 3), tmp_path / "train.parquet")
     path = str(tmp_path / "train.parquet")
     prompt = load_prompts(path, config(path, max_prompt_length=99), tokenizer, "train")[2]
     assert (prompt.id, prompt.text, prompt.ground_truth) == ("train/0/2", "<user>1+1?<assistant>", "2")

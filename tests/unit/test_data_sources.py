@@ -1,6 +1,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,12 +29,10 @@ def test_jsonl_rows_carry_their_line_numbers(tmp_path: Path) -> None:
 
 
 def test_parquet_rows_keep_nested_columns(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     row = {"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": "2", "style": "rule"}}
     path = tmp_path / "train.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    parquet.write_table(pyarrow.Table.from_pylist([row]), path)
     assert read_source(str(path), KEY).rows[0].columns == row
 
 
@@ -137,3 +136,33 @@ def test_real_data_sets_are_read_whole(name: str, rows: int) -> None:
     if not (DATA / name).exists():
         pytest.skip(f"no {name} in {DATA}; set RLPOST_DATA to its folder")
     assert len(read_source(str(DATA / name), KEY).rows) == rows
+
+
+def test_hub_address_names_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    asked: list[tuple] = []
+
+    def load_dataset(path: str, name: str | None, revision: str | None) -> Any:
+        asked.append((path, name, revision))
+        splits = {"train": [{"a": 1}], "test": [{"a": 2}]}
+        return datasets.DatasetDict({split: datasets.Dataset.from_list(rows) for split, rows in splits.items()})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source = read_source("hf://owner/name?config=main&split=test&revision=v1", KEY)
+    assert (source.name, [row.columns for row in source.rows]) == ("name", [{"a": 2}])
+    assert asked == [("owner/name", "main", "v1")]
+    with pytest.raises(ValueError, match=r"has no split 'val': \?split=train, \?split=test"):
+        read_source("hf://owner/name?split=val", KEY)
+    with pytest.raises(ValueError, match=r"unknown option 'subset'"):
+        read_source("hf://owner/name?subset=main", KEY)
+
+
+def test_hub_data_set_that_does_not_load_suggests_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def load_dataset(*_: object, **__: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match=r"does not load \(ConnectionError: no network\); without a network, download"):
+        read_source("hf://owner/name", KEY)

@@ -168,15 +168,17 @@ class _GatherSlices(torch.autograd.Function):
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None) -> Tensor:
     """Pad q, k and v to [S, T_max] for the call: causal attention never sees the padding behind a sequence."""
     longest, lengths = packing.max_seqlen, list(packing.seqlens)
-    padded = [
-        torch.nn.utils.rnn.pad_sequence(x.split(lengths), batch_first=True).transpose(1, 2) for x in (q, k, v)
-    ]  # [S, H, T, D]
+
+    def pad(x: Tensor) -> Tensor:  # [N, H, D] -> [S, H, T, D]
+        return torch.nn.utils.rnn.pad_sequence(x.split(lengths), batch_first=True).transpose(1, 2)
+
     mask = None
     if window is not None and window < longest:
         distance = torch.arange(longest, device=q.device)[:, None] - torch.arange(longest, device=q.device)
         mask = (distance >= 0) & (distance < window)
+    grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(
-        *padded, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        pad(q), pad(k), pad(v), attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
     return torch.cat([row[:, :n].transpose(0, 1) for row, n in zip(out, lengths, strict=True)])
 

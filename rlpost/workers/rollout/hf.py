@@ -72,7 +72,7 @@ class HFEngine(RolloutEngine):
         self._open.clear()
         if not keep:
             await self.abort()
-        while len(self._running) > self._waiting:
+        while len(self._running) > (self._waiting if keep else 0):
             await asyncio.sleep(0)
 
     async def resume(self) -> None:
@@ -94,7 +94,9 @@ class HFEngine(RolloutEngine):
     async def begin_update(self, manifest: WeightManifest) -> None:
         """See `RolloutEngine.begin_update`."""
         if len(self._running) > self._waiting:
-            raise RuntimeError(f"weight update {manifest.version}: {len(self._running)} requests are running; pause first")
+            raise RuntimeError(
+                f"weight update {manifest.version}: {len(self._running)} requests are running; pause first"
+            )
         check_manifest(manifest, {name: tuple(p.shape) for name, p in self._model.named_parameters()})
         self._ledger = UpdateLedger(manifest)
         self._open.clear()
@@ -136,7 +138,7 @@ class HFEngine(RolloutEngine):
         ends: list[tuple[int, Status] | None] = [None] * len(seeds)
         cache, cache_version = DynamicCache(), self._version
         for length in range(1, spec.max_tokens + 1):
-            await self._hold()
+            await self._hold(request_id)
             if request_id in self._aborted:
                 break
             if cache_version != self._version:  # keys and values of the old weights
@@ -170,9 +172,11 @@ class HFEngine(RolloutEngine):
             )
         return completions
 
-    async def _hold(self) -> None:
+    async def _hold(self, request_id: str) -> None:
+        """Wait out a pause, unless the request is aborted meanwhile."""
         self._waiting += 1
-        await self._open.wait()
+        while not self._open.is_set() and request_id not in self._aborted:
+            await asyncio.sleep(0.001)
         self._waiting -= 1
 
 

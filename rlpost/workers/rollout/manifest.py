@@ -49,7 +49,9 @@ def check_manifest(manifest: WeightManifest, expected: Shapes) -> None:
         *(f"wrong shape: {_some(wrong)}" for _ in wrong[:1]),
     ]
     if problems:
-        raise ValueError(f"weight update {manifest.version} does not fit the engine's checkpoint; " + "; ".join(problems))
+        raise ValueError(
+            f"weight update {manifest.version} does not fit the engine's checkpoint; " + "; ".join(problems)
+        )
 
 
 class UpdateLedger:

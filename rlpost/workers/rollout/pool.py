@@ -16,6 +16,7 @@ from rlpost.workers.rollout.base import SamplingSpec
 from rlpost.workers.rollout.worker import RolloutWorker, WorkflowWorker, unwrap
 
 MAX_CHUNK = 8  # prompts in one call to a workflow worker; their groups come back together
+MAX_CONCURRENCY = 100_000  # calls an actor may hold open at once: every waiting request is one
 SHUTDOWN_S = 30.0
 
 _Waiting = tuple[Prompt, "asyncio.Future[Group]"]
@@ -61,15 +62,16 @@ class RolloutPool:
             Exception: what the engine raised in its own process (ValueError, RuntimeError); everything is ended first.
         """
         cfg = self.cfg
+        engine_class, workflow_class = ray.remote(RolloutWorker), ray.remote(WorkflowWorker)
         try:
             self.engines = [
-                RolloutWorker.options(**self._placement.engine_options(replica, cfg.name)).remote(
-                    cfg, self.model, self._max_model_len
-                )
+                engine_class.options(
+                    **self._placement.engine_options(replica, cfg.name), max_concurrency=MAX_CONCURRENCY
+                ).remote(cfg, self.model, self._max_model_len)
                 for replica in range(self._placement.num_replicas)
             ]
             self._workers = [
-                WorkflowWorker.options(num_cpus=0).remote(
+                workflow_class.options(num_cpus=0, max_concurrency=MAX_CONCURRENCY).remote(
                     cfg, self.model, self._reward, self.engines, self._seed, self._max_response_length
                 )
                 for _ in range(cfg.num_workers)

@@ -18,7 +18,15 @@ from rlpost.platform import platform
 from rlpost.registry import near
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
-from rlpost.workers.rollout.base import ENGINES, Completion, RolloutEngine, SamplingSpec, WeightManifest, join, request_seed
+from rlpost.workers.rollout.base import (
+    ENGINES,
+    Completion,
+    RolloutEngine,
+    SamplingSpec,
+    WeightManifest,
+    join,
+    request_seed,
+)
 from rlpost.workers.rollout.manifest import UpdateLedger, check_manifest, checkpoint_shapes
 from rlpost.workers.rollout.process_log import ProcessLog
 
@@ -167,7 +175,9 @@ class VLLMEngine(RolloutEngine):
     async def begin_update(self, manifest: WeightManifest) -> None:
         """See `RolloutEngine.begin_update`."""
         if self._running:
-            raise RuntimeError(f"weight update {manifest.version}: {len(self._running)} requests are running; pause first")
+            raise RuntimeError(
+                f"weight update {manifest.version}: {len(self._running)} requests are running; pause first"
+            )
         check_manifest(manifest, checkpoint_shapes(self._model.path))
         self._ledger = UpdateLedger(manifest)
         self._open.clear()
@@ -188,7 +198,9 @@ class VLLMEngine(RolloutEngine):
         await self._call(self._llm.finish_weight_update)
         digests = set(await self._call(lambda: self._llm.collective_rpc("rlpost_seal_update")))
         if len(digests) != 1:
-            raise RuntimeError(f"weight update {version}: tensor-parallel ranks received different bytes: {sorted(digests)}")
+            raise RuntimeError(
+                f"weight update {version}: tensor-parallel ranks received different bytes: {sorted(digests)}"
+            )
         await self._call(self._llm.reset_prefix_cache)  # its keys and values are those of the old weights
         self._version, self._ledger = version, None
         if not self._paused:

@@ -1,6 +1,6 @@
-"""The two Ray actors of rollout: one around an engine, one that runs workflows and scores their answers.
+"""The two actors of rollout: one around an engine, one that runs workflows and scores their answers.
 
-They are processes of their own because an engine's host loop bounds decoding and must not wait for rewards.
+Plain classes: `pool.py` makes Ray actors of them. They are processes of their own because an engine's host loop bounds decoding and must not wait for rewards.
 """
 
 import asyncio
@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayTaskError
 
@@ -23,7 +22,6 @@ from rlpost.workers.rollout.base import ENGINES, Completion, SamplingSpec, reque
 from rlpost.workers.rollout.workflow import get_workflow
 
 _Waiting = tuple["Request", "asyncio.Future[list[Completion]]"]
-MAX_CONCURRENCY = 100_000  # calls an actor may hold open at once: every waiting request is one
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -37,7 +35,6 @@ class Request:
     n: int
 
 
-@ray.remote(max_concurrency=MAX_CONCURRENCY)
 class RolloutWorker:
     """One engine replica in a process of its own."""
 
@@ -69,7 +66,6 @@ class RolloutWorker:
             ) from None
 
 
-@ray.remote(max_concurrency=MAX_CONCURRENCY)
 class WorkflowWorker:
     """Runs workflows over the engines and scores what they return.
 
@@ -127,7 +123,9 @@ class WorkflowWorker:
 
         trajectories = await self._workflow(prompt, n, generate)
         if len(trajectories) != n:
-            raise ValueError(f"the workflow returned {len(trajectories)} trajectories of prompt '{prompt.id}', expected {n}")
+            raise ValueError(
+                f"the workflow returned {len(trajectories)} trajectories of prompt '{prompt.id}', expected {n}"
+            )
         await self._score(prompt, trajectories)
         return trajectories
 

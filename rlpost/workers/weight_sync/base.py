@@ -60,7 +60,9 @@ class BucketSync(WeightSync):
         self._transport = choose_transport(trainer_devices, engine_devices)
         cfg = self._pool.cfg
         dtype = str(platform().dtype(cfg.dtype)).removeprefix("torch.")
-        await self._trainers.call_async("open_sender", self._transport, dtype, cfg.update_weights_bucket_megabytes << 20)
+        await self._trainers.call_async(
+            "open_sender", self._transport, dtype, cfg.update_weights_bucket_megabytes << 20
+        )
 
     async def push(self, version: int) -> Metrics:
         """See `WeightSync.push`."""

@@ -102,6 +102,8 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     actor: dict[str, Any] = field(default_factory=dict)
     critic: bool = False
+    save_to: str = ""
+    load_from: str = ""
 
     def setup(self) -> WorkerSetup:
         common = {
@@ -111,6 +113,7 @@ class Case:
             "grad_clip": 1e9,
             "optim": optim_config(),
             "fsdp": FSDPConfig(fsdp_size=self.fsdp_size),
+            "dtype": "float32",
         } | self.actor
         return WorkerSetup(
             model=model_info(Path(self.path)),
@@ -126,6 +129,8 @@ def run_case(worker: ModelWorker, case: Case) -> dict[str, Any]:
     """Infer, train, infer again on this rank; everything another arrangement of ranks must reproduce."""
     setup = case.setup()
     worker.build(setup)
+    if case.load_from:
+        worker.load(Path(case.load_from))
     batch = ragged_batch()
     result: dict[str, Any] = {}
     for role in ("actor", "critic") if case.critic else ("actor",):
@@ -141,6 +146,8 @@ def run_case(worker: ModelWorker, case: Case) -> dict[str, Any]:
         }
         result[f"{role}_after"] = infer(worker, role, batch)
     result["ref"] = infer(worker, "ref", batch)
+    if case.save_to:
+        worker.save(Path(case.save_to))
     return result
 
 
@@ -177,15 +184,20 @@ def _collect(own: Any, parallel: Any) -> list[torch.Tensor]:
     return [part for part in everyone if part is not None]
 
 
-def in_ranks(world_size: int, job: Callable[[ModelWorker, Any], Any], argument: Any, folder: Path) -> Any:
-    """`job(worker, argument)` in `world_size` processes; what rank 0 returned."""
+def in_ranks(
+    world_size: int, job: Callable[[ModelWorker, Any], Any], argument: Any, folder: Path, gpus: bool = False
+) -> Any:
+    """`job(worker, argument)` in `world_size` processes, each with a GPU or none; what rank 0 returned, on the host."""
     folder.mkdir(parents=True, exist_ok=True)
-    mp.spawn(_rank, (world_size, f"tcp://127.0.0.1:{free_port()}", job, argument, folder), nprocs=world_size)
-    return torch.load(folder / "result.pt", weights_only=False)
+    settings = world_size, f"tcp://127.0.0.1:{free_port()}", gpus
+    mp.spawn(_rank, (settings, job, argument, folder), nprocs=world_size)
+    return torch.load(folder / "result.pt", weights_only=False, map_location="cpu")
 
 
-def _rank(rank: int, world_size: int, address: str, job: Callable, argument: Any, folder: Path) -> None:
+def _rank(rank: int, settings: tuple[int, str, bool], job: Callable, argument: Any, folder: Path) -> None:
+    world_size, address, gpus = settings
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank) if gpus else ""
     torch.set_num_threads(1)
     worker = ModelWorker(rank, world_size)
     worker.connect(address, 120.0)

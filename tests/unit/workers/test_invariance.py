@@ -24,18 +24,27 @@ def _cases(path: Path, **arrangement) -> dict[str, Case]:
 
 
 @pytest.fixture(scope="module")
-def alone(path, tmp_path_factory):
-    return in_ranks(1, run_cases, _cases(path), tmp_path_factory.mktemp("alone"))
+def saved(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("saved"))
 
 
 @pytest.fixture(scope="module")
-def two(path, tmp_path_factory):
+def alone(path, saved, tmp_path_factory):
+    cases = _cases(path)
+    cases["token-mean"].save_to = saved
+    cases["resumed"] = Case(str(path), load_from=saved)
+    return in_ranks(1, run_cases, cases, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def two(path, saved, alone, tmp_path_factory):
     """Two ranks: data parallel, with more and smaller micro-batches, and sequence parallel, also with checkpointing."""
     cases = _cases(path)
     cases["small"] = Case(str(path), max_tokens=31)
     cases["sequence"] = Case(str(path), sequence=2, critic=True)
     cases["checkpointed"] = Case(str(path), model={"enable_gradient_checkpointing": True})
     cases["sequence_checkpointed"] = Case(str(path), sequence=2, model={"enable_gradient_checkpointing": True})
+    cases["resumed"] = Case(str(path), load_from=saved)
     cases["lora"] = Case(str(path), model={"lora_rank": 4})
     return in_ranks(2, run_cases, cases, tmp_path_factory.mktemp("two"))
 
@@ -119,6 +128,11 @@ def test_update_is_the_same_on_four_ranks(alone, four, case):
 
 def test_critic_update_is_the_same_under_replicas_and_slices(alone, four):
     _assert_same(four["hsdp_sequence"], alone["critic"], role="critic")
+
+
+def test_state_of_one_rank_resumes_on_two(alone, two):
+    assert torch.equal(alone["resumed"]["actor_before"], alone["token-mean"]["actor_after"])
+    _assert_same(two["resumed"], alone["resumed"])
 
 
 def test_lora_trains_the_adapter_alone_and_keeps_the_reference(alone, two):

@@ -1,0 +1,97 @@
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForSequenceClassification
+
+from rlpost.batch import Prompt
+from rlpost.rewards.base import Answer
+from rlpost.rewards.config import RewardModelConfig
+from rlpost.rewards.model import RewardModel, reward_model
+
+MESSAGES = [{"role": "user", "content": "1+1?"}]
+
+
+def write_checkpoint(folder: Path, num_labels: int = 1, chat_template: str | None = None) -> str:
+    vocab = {chr(i): i for i in range(32, 127)} | {"?pad": 0, "?unk": 1}
+    model = Tokenizer(WordLevel(vocab, unk_token="?unk"))
+    model.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="?unk", eos_token="?pad")
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_labels=num_labels,
+    )
+    Qwen3ForSequenceClassification(config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_reward_model_scores_are_those_of_single_texts(tmp_path: Path) -> None:
+    model = RewardModel(write_checkpoint(tmp_path), RewardModelConfig(batch_size=2))
+    texts = ["1+1=2", "short", "a much longer text than the others"]
+    alone = [model.score([text])[0] for text in texts]
+    assert model.score(texts) == pytest.approx(alone, abs=1e-5)
+    assert len(set(alone)) == 3
+    assert model.score([]) == []
+
+
+def test_reward_model_score_is_the_head_at_the_last_token(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path)
+    model = RewardModel(path, RewardModelConfig())
+    whole = Qwen3ForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+    ids = torch.tensor([[ord(c) for c in "1+1=2"]])
+    with torch.no_grad():
+        expected = whole.score(whole.model(ids).last_hidden_state[:, -1])[0, 0]
+    assert model.score(["1+1=2"])[0] == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_reward_model_keeps_the_end_of_a_long_text(tmp_path: Path) -> None:
+    model = RewardModel(write_checkpoint(tmp_path), RewardModelConfig(max_length=4))
+    assert model.score(["xxxxabcd"]) == pytest.approx(model.score(["abcd"]))
+
+
+def test_reward_model_with_several_labels_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="reward.reward_model.path=.*: it has 3 labels, expected 1"):
+        RewardModel(write_checkpoint(tmp_path, num_labels=3), RewardModelConfig())
+
+
+def test_reward_model_renders_conversations_with_its_own_template(tmp_path: Path) -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    model = RewardModel(write_checkpoint(tmp_path / "a", chat_template=template), RewardModelConfig())
+    assert model.score([MESSAGES]) == pytest.approx(model.score(["<user>1+1?"]))
+    bare = RewardModel(write_checkpoint(tmp_path / "b"), RewardModelConfig())
+    with pytest.raises(ValueError, match="the reward model's tokenizer has no chat template"):
+        bare.score([MESSAGES])
+
+
+def test_reward_model_term_sends_text_or_conversation() -> None:
+    sent: list[Any] = []
+
+    async def served(inputs: list) -> list[float]:
+        sent.extend(inputs)
+        return [1.0] * len(inputs)
+
+    def ask(extra_info: dict, chat: bool) -> list[float]:
+        prompt = Prompt(
+            id="x/0/0", index=0, token_ids=np.array([1]), text="<user>1+1?", data_source="d", extra_info=extra_info
+        )
+        return asyncio.run(reward_model(prompt, [Answer(text="2", token_ids=[1])], reward_model=served, chat=chat))
+
+    assert ask({}, chat=False) == ask({"messages": MESSAGES}, chat=True) == [1.0]
+    assert sent == ["<user>1+1?2", [*MESSAGES, {"role": "assistant", "content": "2"}]]
+    with pytest.raises(ValueError, match="chat=true needs a prompt of messages"):
+        ask({}, chat=True)

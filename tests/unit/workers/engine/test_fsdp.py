@@ -1,0 +1,242 @@
+"""One rank: checkpoints, exports, LoRA, tied weights, experts, gradients that are not finite."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import TEMPERATURE, VOCAB, optim_config, policy_loss, ragged_batch, value_loss, write_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from rlpost.batch import Batch
+from rlpost.platform import free_port
+from rlpost.workers.config import ActorConfig, ModelConfig
+from rlpost.workers.engine.fsdp import FSDPEngine
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def any_path(request, tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), tie=request.param)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def _engine(path: Path, *, model: dict | None = None, actor: dict | None = None, **options) -> FSDPEngine:
+    cfg = ActorConfig(**({"optim": optim_config(lr_warmup_steps=2), "grad_clip": 1e9} | (actor or {})))
+    return FSDPEngine(
+        str(path),
+        ModelConfig(path=str(path), **(model or {})),
+        cfg,
+        vocab_size=VOCAB,
+        temperature=TEMPERATURE,
+        tokenizer_path=str(path),
+        **options,
+    )
+
+
+def _weighed() -> Batch:
+    batch = ragged_batch()
+    return batch.update({"loss_weights": batch["response_mask"] / batch["response_mask"].sum()})
+
+
+def _update(engine: FSDPEngine, loss=policy_loss):
+    batch = _weighed()
+    return engine.train_step([batch.select(range(5)), batch.select([]), batch.select(range(5, 10))], loss)
+
+
+def _weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in engine.named_weights(torch.float32)}
+
+
+def test_names_and_values_are_the_checkpoints(any_path):
+    saved = load_file(any_path / "model.safetensors")
+    weights = _weights(_engine(any_path))
+    assert weights.keys() == saved.keys()
+    assert all(torch.equal(weights[name], saved[name]) for name in saved)
+    assert {w.dtype for _, w in _engine(any_path).named_weights(torch.bfloat16)} == {torch.bfloat16}
+
+
+def test_export_loads_in_transformers_with_the_same_logprobs(any_path, tmp_path):
+    engine = _engine(any_path)
+    _update(engine)
+    engine.export_hf(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.tie_word_embeddings == engine.model.model.config.tie_word_embeddings
+    batch = ragged_batch().select([6], ["token_ids"])
+    ids = batch["token_ids"]
+    log_p = (model(ids[None]).logits[0, :-1, :VOCAB] / TEMPERATURE).log_softmax(-1)
+    (output,) = engine.forward([batch])
+    torch.testing.assert_close(output.logprobs[1:], log_p.gather(1, ids[1:, None])[:, 0], rtol=1e-5, atol=1e-5)
+    assert output.logprobs[0] == 0.0
+
+
+def test_tied_weights_stay_tied(path):
+    engine = _engine(path)
+    _update(engine)
+    model = engine.model.model
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+def test_lora_merges_out_of_place_and_exports_merged(path, tmp_path):
+    engine = _engine(path, model={"lora_rank": 4})
+    before = _weights(engine)
+    assert all(torch.equal(w, load_file(path / "model.safetensors")[n]) for n, w in before.items())
+    _update(engine)
+    merged = _weights(engine)
+    base = {n.replace(".base_layer", ""): p for n, p in engine.model.model.named_parameters() if ".lora_" not in n}
+    changed = {name for name in merged if not torch.equal(merged[name], before[name])}
+    assert changed == {n for n in merged if "_proj" in n}
+    assert all(torch.equal(base[name].full_tensor(), before[name]) for name in before)
+    engine.export_hf(tmp_path)
+    plain = _engine(tmp_path)
+    batch = ragged_batch()
+    torch.testing.assert_close(
+        plain.forward([batch])[0].logprobs, engine.forward([batch])[0].logprobs, rtol=1e-5, atol=1e-5
+    )
+    assert not torch.equal(engine.forward([batch], adapter=False)[0].logprobs, engine.forward([batch])[0].logprobs)
+    _update(engine)  # the adapter still trains after it was off
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(_weights(engine)[name], merged[name])
+
+
+@pytest.mark.parametrize("model", [{}, {"lora_rank": 4}], ids=["full", "lora"])
+@pytest.mark.parametrize("updates_before", [0, 2])
+def test_resumed_equals_uninterrupted(path, tmp_path, updates_before, model):
+    engine = _engine(path, model=model)
+    for _ in range(updates_before):
+        _update(engine)
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    engine.save(tmp_path / "state")
+    drawn = random.random(), np.random.rand(), torch.rand(())
+    metrics = [_update(engine) for _ in range(2)]
+    resumed = _engine(path, model=model)
+    _update(resumed)
+    resumed.load(tmp_path / "state")
+    assert (random.random(), np.random.rand(), torch.rand(())) == drawn
+    assert [_update(resumed) for _ in range(2)] == metrics
+    expected = _weights(engine)
+    assert all(torch.equal(weight, expected[name]) for name, weight in _weights(resumed).items())
+
+
+def test_load_of_an_empty_folder_says_so(path, tmp_path):
+    with pytest.raises(ValueError, match="holds no engine state"):
+        _engine(path).load(tmp_path)
+
+
+def test_critic_export_keeps_its_head(path, tmp_path):
+    critic = _engine(path, critic=True)
+    _update(critic, value_loss)
+    critic.export_hf(tmp_path)
+    batch = ragged_batch()
+    values = critic.forward([batch])[0].values
+    assert torch.equal(_engine(tmp_path, critic=True).forward([batch])[0].values, values)
+    row = batch.select([1])
+    model = AutoModelForTokenClassification.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(
+        critic.forward([row])[0].values[1:], model(row["token_ids"][None]).logits[0, :-1, 0], rtol=1e-4, atol=1e-5
+    )
+
+
+def test_gradient_that_is_not_finite_changes_nothing(path):
+    engine = _engine(path)
+    _update(engine)
+    before, state = _weights(engine), engine.optimizer.state_dict()["state"][0]["exp_avg"].full_tensor().clone()
+    metrics = _update(engine, lambda micro, output: (output.logprobs.sum() * torch.inf, {}))
+    assert metrics["skipped_updates"].value == 1 and metrics["grad_norm"].weight == 0
+    assert all(torch.equal(weight, before[name]) for name, weight in _weights(engine).items())
+    assert torch.equal(engine.optimizer.state_dict()["state"][0]["exp_avg"].full_tensor(), state)
+    assert engine.updates == 1
+    assert _update(engine)["skipped_updates"].value == 0
+
+
+def test_gradient_is_clipped_to_its_global_norm(path):
+    free, clipped = _engine(path), _engine(path, actor={"grad_clip": 0.01})
+    norm = _update(free)["grad_norm"].value
+    assert _update(clipped)["grad_norm"].value == norm > 0.01
+    for one, other in zip(free.optimizer.state.values(), clipped.optimizer.state.values(), strict=True):
+        want = one["exp_avg"].full_tensor() * 0.01 / norm
+        torch.testing.assert_close(other["exp_avg"].full_tensor(), want, rtol=1e-5, atol=1e-9)
+
+
+def test_inference_between_updates_sees_the_new_weights(path):
+    engine, batch = _engine(path), ragged_batch()
+    outputs = []
+    for _ in range(3):
+        outputs.append(engine.forward([batch])[0].logprobs)
+        _update(engine)
+    assert not torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[1], outputs[2])
+    fresh = _engine(path)
+    _update(fresh)
+    _update(fresh)
+    assert torch.equal(fresh.forward([batch])[0].logprobs, outputs[2])
+
+
+def test_sampled_id_beyond_the_tokenizer_is_an_error(path):
+    batch = ragged_batch()
+    batch["token_ids"][5] = VOCAB
+    with pytest.raises(ValueError, match=f"token id {VOCAB} has probability 0"):
+        _engine(path).forward([batch])
+
+
+def test_reference_is_kept_in_the_compute_dtype_and_has_no_gradient(path):
+    engine = _engine(path, train=False, actor={"dtype": "bfloat16"})
+    assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
+    assert not any(p.requires_grad for p in engine.model.parameters())
+
+
+def test_bfloat16_compute_keeps_float32_master_weights(path):
+    engine, exact, batch = _engine(path, actor={"dtype": "bfloat16"}), _engine(path), ragged_batch()
+    assert {p.dtype for p in engine.model.parameters()} == {torch.float32}
+    torch.testing.assert_close(
+        engine.forward([batch])[0].logprobs, exact.forward([batch])[0].logprobs, rtol=0.1, atol=0.3
+    )
+    assert _update(engine)["grad_norm"].value == pytest.approx(_update(exact)["grad_norm"].value, rel=0.1)
+
+
+def test_expert_weights_leave_under_their_checkpoint_names(tmp_path):
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+    )
+    Qwen3MoeForCausalLM(config).float().save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    engine = _engine(tmp_path)
+    weights = _weights(engine)
+    assert any(".experts.3." in name for name in saved)
+    assert weights.keys() == saved.keys()
+    assert all(torch.equal(weights[name], saved[name]) for name in saved)
+    assert _update(engine)["grad_norm"].value > 0
+
+
+def test_checkpoint_that_lacks_weights_is_refused(path, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(path)
+    state = {n: w for n, w in model.state_dict().items() if "layers.1" not in n}
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ValueError, match="the checkpoint lacks .* weights, such as .*layers.1"):
+        _engine(tmp_path)
