@@ -43,9 +43,8 @@ def make_smollm2(folder: str | Path, seed: int = 0) -> dict[str, Any]:
         quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
     config = quantized.config
-    for key in ("quantization_config", "_name_or_path"):  # they would name a file that is gone
-        if hasattr(config, key):
-            delattr(config, key)
+    if hasattr(config, "quantization_config"):  # of the file that was read; the weights are ordinary ones now
+        del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(quantized.state_dict())
     if tokenizer.chat_template is None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e import engine_contract as contract
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.rollout.base import ENGINES, RolloutEngine
+from tests.e2e import engine_contract as contract
 
 ENGINE_NAMES = [
     "hf",
@@ -25,7 +25,7 @@ def engine_environment(monkeypatch):
     for key, value in platform().engine_env("vllm").items():
         monkeypatch.setenv(key, value)
     yield
-    left = [p.name() for p in psutil.Process().children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
+    left = [p.name() for p in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(p.cmdline())]
     assert not left, f"processes left behind: {left}"
 
 
@@ -88,7 +88,7 @@ def test_vllm_reports_why_it_died(tmp_path):
             request = asyncio.ensure_future(engine.generate([3], long, seed=0, request_id="r", n=8))
             await asyncio.sleep(0.01)
             for child in psutil.Process().children(recursive=True):
-                if "EngineCore" in " ".join(child.cmdline()) or "spawn_main" in " ".join(child.cmdline()):
+                if "spawn_main" in " ".join(child.cmdline()):
                     child.kill()
             with pytest.raises(RuntimeError, match="the vLLM engine died"):
                 await request

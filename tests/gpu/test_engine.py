@@ -24,7 +24,9 @@ def path(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(path, tmp_path_factory):
-    return in_ranks(1, run_cases, {"alone": Case(str(path), critic=True)}, tmp_path_factory.mktemp("alone"), gpus=True)["alone"]
+    return in_ranks(1, run_cases, {"alone": Case(str(path), critic=True)}, tmp_path_factory.mktemp("alone"), gpus=True)[
+        "alone"
+    ]
 
 
 @pytest.mark.parametrize("window", [None, 7])

@@ -81,8 +81,7 @@ class _TokenLogprobs(torch.autograd.Function):
             normalizers[rows] = logits.logsumexp(-1)
             logprobs[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - normalizers[rows]
             if entropy:
-                p = (logits - normalizers[rows, None]).exp_()
-                entropies[rows] = torch.special.entr(p).sum(-1)
+                entropies[rows] = torch.special.entr(logits.sub_(normalizers[rows, None]).exp_()).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizers, entropies)
         ctx.settings = temperature, vocab_size, chunk
         ctx.set_materialize_grads(False)
@@ -98,15 +97,11 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
+        pulls = [None if g is None else g / temperature for g in (grad_logprobs, grad_entropies)]
         for rows in _chunks(len(targets), chunk):
-            p = (_logits(hidden[rows], weight, bias, temperature, vocab_size) - normalizers[rows, None]).exp_()
-            grad = torch.zeros_like(p)
-            if grad_entropies is not None:
-                grad += grad_entropies[rows, None] * (torch.special.entr(p) - p * entropies[rows, None])
-            if grad_logprobs is not None:
-                grad -= grad_logprobs[rows, None] * p
-                grad.scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])
-            grad = grad.div_(temperature).to(hidden.dtype)
+            p = _logits(hidden[rows], weight, bias, temperature, vocab_size).sub_(normalizers[rows, None]).exp_()
+            grad = _grad_logits(p, targets[rows], entropies[rows], *(g if g is None else g[rows] for g in pulls))
+            grad = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
@@ -116,6 +111,21 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _grad_logits(
+    p: Tensor, targets: Tensor, entropies: Tensor, pull: Tensor | None, pull_entropy: Tensor | None
+) -> Tensor:
+    """`[m, V]` gradient by the logits; overwrites `p` where it can, for a pass over `[m, V]` costs memory traffic."""
+    if pull_entropy is not None:
+        grad = torch.special.entr(p).sub_(p * entropies[:, None]).mul_(pull_entropy[:, None])
+        if pull is not None:
+            grad.addcmul_(p, pull[:, None], value=-1.0)
+    elif pull is not None:
+        grad = p.mul_(-pull[:, None])
+    else:
+        return p.zero_()
+    return grad if pull is None else grad.scatter_add_(1, targets[:, None], pull[:, None])
 
 
 def _chunks(total: int, chunk: int) -> list[slice]:

@@ -94,7 +94,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def pause(self, keep: bool) -> None:
-        """Stop sampling, and return when nothing runs; `keep` holds running requests for `resume`, else they are aborted."""
+        """Stop sampling; returns when nothing runs. `keep` holds running requests for `resume`, else they are aborted."""
 
     @abstractmethod
     async def resume(self) -> None:
@@ -102,7 +102,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def sleep(self, level: int = 1) -> None:
-        """Free device memory: KV cache (and weights, kept in host memory at level 1, dropped at 2). Nothing to free on CPU."""
+        """Free device memory: KV cache, and weights (kept in host memory at level 1, dropped at 2). Idle on CPU."""
 
     @abstractmethod
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:

@@ -1,7 +1,7 @@
 """A small engine on transformers, for tests and for looking inside: the same contract as the fast ones, no speed.
 
-Each request is a coroutine that samples its n answers together, token by token, with a KV cache of its own, and gives way
-to the others after every token. Answers do not depend on what else is running.
+Each request is a coroutine that samples its n answers together, token by token, with a KV cache of its own, and gives
+way to the others after every token. Answers do not depend on what else is running.
 """
 
 import asyncio

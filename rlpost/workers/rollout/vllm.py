@@ -28,7 +28,7 @@ from rlpost.workers.rollout.base import (
     request_seed,
 )
 from rlpost.workers.rollout.manifest import UpdateLedger, check_manifest, checkpoint_shapes
-from rlpost.workers.rollout.process_log import ProcessLog
+from rlpost.workers.rollout.processes import Guard, ProcessLog, children, end
 
 # Set from the config, so that one value serves trainer and engine; or ours, because this adapter depends on them.
 _RESERVED = {
@@ -61,7 +61,8 @@ class VLLMEngine(RolloutEngine):
         self._cfg, self._model, self._max_model_len = cfg, model, max_model_len
         self._llm: Any = None
         self._log = ProcessLog()
-        self._children: list[psutil.Process] = []
+        self._children: set[psutil.Process] = set()
+        self._guard: Guard | None = None
         self._version = 0
         self._running: set[str] = set()  # ids of requests inside vLLM
         self._interrupted: set[str] = set()  # of those, which `pause(keep=True)` cut off
@@ -85,12 +86,12 @@ class VLLMEngine(RolloutEngine):
         arguments = engine_arguments(
             self._cfg, self._model, self._max_model_len, {f.name for f in dataclasses.fields(AsyncEngineArgs)}
         )
-        before = set(psutil.Process().children(recursive=True))
+        before = children()
         expired = threading.Event()
 
         def give_up() -> None:
             expired.set()
-            _end(self._new_children(before))
+            end(children() - before)
 
         timer = threading.Timer(self._cfg.startup_timeout_s, give_up)
         timer.start()
@@ -99,7 +100,7 @@ class VLLMEngine(RolloutEngine):
                 self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         except Exception as error:  # vLLM raises many kinds, and the cause is often only in its process's log
-            _end(self._new_children(before))
+            end(children() - before)
             if expired.is_set():
                 raise RuntimeError(
                     f"vLLM did not start within rollout.startup_timeout_s={self._cfg.startup_timeout_s}; "
@@ -108,7 +109,8 @@ class VLLMEngine(RolloutEngine):
             raise RuntimeError(f"vLLM did not start: {self._log.cause() or error}") from error
         finally:
             timer.cancel()
-        self._children = self._new_children(before)
+        self._children = children() - before
+        self._guard = Guard(self._children)
 
     async def generate(
         self, token_ids: Sequence[int], spec: SamplingSpec, seed: int, request_id: str, n: int = 1
@@ -216,7 +218,10 @@ class VLLMEngine(RolloutEngine):
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown)
             self._llm = None
-        _end(self._children)
+        end(self._children)
+        if self._guard is not None:
+            self._guard.dismiss()
+            self._guard = None
 
     async def _request(
         self, token_ids: list[int], spec: SamplingSpec, seed: int, request_id: str, n: int
@@ -283,10 +288,6 @@ class VLLMEngine(RolloutEngine):
             return error
         return RuntimeError(f"the vLLM engine died: {self._log.cause() or error}")
 
-    @staticmethod
-    def _new_children(before: set[psutil.Process]) -> list[psutil.Process]:
-        return [child for child in psutil.Process().children(recursive=True) if child not in before]
-
 
 def sampling_params(spec: SamplingSpec, seed: int, n: int) -> Any:
     """vLLM's form of `spec`. vLLM seeds sample i of n with `seed + i`; the stop ids are ours alone (`ignore_eos`)."""
@@ -346,12 +347,3 @@ def engine_arguments(cfg: RolloutConfig, model: ModelInfo, max_model_len: int, a
     if here.kind == "cpu" and cfg.tensor_model_parallel_size == 1:  # halves the start-up
         arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     return arguments | cfg.engine_kwargs
-
-
-def _end(processes: list[psutil.Process]) -> None:
-    for process in processes:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(processes, timeout=10)

@@ -40,8 +40,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
 class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Reads buckets from shared or device memory and loads them layer by layer, in checkpoint format.
 
-    vLLM changed who opens and closes the layerwise reload: 0.24's worker does it itself and hands `load_weights` in; later
-    versions leave it to this class.
+    vLLM changed who opens and closes the layerwise reload: 0.24's worker does it itself and hands `load_weights` in;
+    later versions leave it to this class.
     """
 
     init_info_cls = InitInfo
@@ -92,8 +92,8 @@ class WorkerExtension:
     def rlpost_seal_update(self) -> int:
         """After `finish_weight_update`: repack a tied head, and return the digest of the bytes received.
 
-        On CPU vLLM keeps a packed copy of the head's weight. The layerwise reload repacks the embedding but not the head
-        that shares its weight, which would go on with the old values.
+        On CPU vLLM keeps a packed copy of the head's weight. The layerwise reload repacks the embedding but not the
+        head that shares its weight, which would go on with the old values.
         """
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         head = getattr(model, "lm_head", None)

@@ -1,6 +1,7 @@
 """The two actors of rollout: one around an engine, one that runs workflows and scores their answers.
 
-Plain classes: `pool.py` makes Ray actors of them. They are processes of their own because an engine's host loop bounds decoding and must not wait for rewards.
+Plain classes: `pool.py` makes Ray actors of them. They are processes of their own because an engine's host loop bounds
+decoding and must not wait for rewards.
 """
 
 import asyncio

@@ -44,7 +44,7 @@ class WeightSync(ABC):
 
 
 class BucketSync(WeightSync):
-    """Bounded buckets through memory of one host: device memory where trainer and engine share the device, else the host's.
+    """Bounded buckets through one host's memory: the device's where trainer and engine share it, else the host's.
 
     The trainers fill one buffer while the engines read the other.
     """
@@ -118,5 +118,6 @@ def check_digests(sent: list[int | None], received: list[int | None], version: i
     wrong = {replica: digest for replica, digest in enumerate(received) if digest not in (None, expected)}
     if wrong:
         raise RuntimeError(
-            f"weight update {version}: sent digest {expected}, but replicas received {wrong}; the engines hold half-written weights"
+            f"weight update {version}: sent digest {expected}, but replicas received {wrong}; "
+            "the engines hold half-written weights"
         )

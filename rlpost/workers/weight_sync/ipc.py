@@ -87,7 +87,7 @@ BUFFERS: dict[str, type[HostBuffer] | type[DeviceBuffer]] = {"shm": HostBuffer, 
 class Sender:
     """Trainer's side, one in each rank. Every method is collective: all ranks call it alike.
 
-    With "shm" rank 0 writes and the other ranks only take part in gathering; with "ipc" every rank writes to its device.
+    With "shm" rank 0 writes and the others only take part in gathering; with "ipc" every rank writes to its device.
 
     Args:
         transport: "shm" or "ipc".
@@ -121,7 +121,7 @@ class Sender:
         return next(self._buckets, None)
 
     def close(self) -> int | None:
-        """End the update and free the buffers. Returns the digest of what was written; None on ranks that only gather."""
+        """End the update and free the buffers. Returns the digest of what was written, None on ranks that did not."""
         self._buckets, self._buffers = None, []
         platform().empty_cache()
         return self._digest if self._writes else None

@@ -1,12 +1,15 @@
-"""Why did the engine's process die? Its last words are on stderr, so keep them."""
+"""The processes an engine starts: what they said before they died, and that none of them outlives us."""
 
 import os
 import re
+import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+import psutil
 
 _CAUSE = re.compile(r"\b\w+(?:\.\w+)*(?:Error|Exception|Interrupt)\b: .+")
 _PREFIX = re.compile(r"^\(\w+(?: pid=\d+)?\)\s*(?:\w+ [\d-]+ [\d:]+ \[[^\]]*\]\s?)?")
@@ -46,7 +49,49 @@ class ProcessLog:
                 sink.flush()
 
     def cause(self) -> str:
-        """The first error of the last traceback that was written, and the lines before the end; "" if none."""
+        """The first error that was written, else the last lines; "" if nothing was."""
         lines = [_PREFIX.sub("", line) for line in self._lines]
         errors = [match.group(0) for line in lines if (match := _CAUSE.search(line))]
         return errors[0] if errors else "\n".join(lines[-20:])
+
+
+class Guard:
+    """Kills `processes` when this process ends, however it ends: SIGKILL leaves no other chance.
+
+    A shell waits for the end of a pipe whose other end is ours alone.
+    """
+
+    _SCRIPT = 'while read -r pid; do pids="$pids $pid"; done; kill -9 $pids'
+
+    def __init__(self, processes: Iterable[psutil.Process]):
+        self._shell = subprocess.Popen(
+            ["sh", "-c", self._SCRIPT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C or a killed process group must not end it first
+        )
+        assert self._shell.stdin is not None
+        self._shell.stdin.write("".join(f"{process.pid}\n" for process in processes).encode())
+        self._shell.stdin.flush()
+
+    def dismiss(self) -> None:
+        """The processes have ended."""
+        self._shell.kill()
+        self._shell.wait()
+
+
+def children() -> set[psutil.Process]:
+    """All processes that descend from this one."""
+    return set(psutil.Process().children(recursive=True))
+
+
+def end(processes: Iterable[psutil.Process]) -> None:
+    """Kill and wait."""
+    processes = list(processes)
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(processes, timeout=10)
