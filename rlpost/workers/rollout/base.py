@@ -94,7 +94,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def pause(self, keep: bool) -> None:
-        """Stop sampling; returns when nothing runs. `keep` holds running requests for `resume`, else they are aborted."""
+        """Stop sampling; returns when nothing runs. `keep` holds requests for `resume`, else they are aborted."""
 
     @abstractmethod
     async def resume(self) -> None:

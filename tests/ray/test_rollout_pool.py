@@ -1,0 +1,218 @@
+"""The driver's side of rollout: pool, workflow workers, engine workers and weight sync as Ray actors."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from rlpost.batch import Prompt, Provenance, Status
+from rlpost.platform import RAY_ENV, platform
+from rlpost.rewards.config import RewardConfig, RewardTermConfig
+from rlpost.workers.config import RolloutConfig
+from rlpost.workers.model import ModelInfo
+from rlpost.workers.placement import Placement
+from rlpost.workers.rollout.pool import RolloutPool
+from rlpost.workers.weight_sync.base import BucketSync
+from rlpost.workers.weight_sync.ipc import Sender
+from tests.e2e import engine_contract as contract
+
+ROOT = Path(__file__).parents[2]
+HELPERS = "tests.ray.rewards_for_tests"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray():
+    env = RAY_ENV | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": env})
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def info(tmp_path_factory) -> ModelInfo:
+    return contract.make_checkpoint(tmp_path_factory.mktemp("model"), tied=True)
+
+
+def make_pool(info: ModelInfo, *, replicas: int = 1, seed: int = 1, **changes) -> RolloutPool:
+    return RolloutPool(
+        RolloutConfig(**({"name": "hf", "dtype": "float32", "num_workers": 2} | changes)),
+        info,
+        RewardConfig(terms={"length": RewardTermConfig(fn=f"{HELPERS}.length", weight=2.0)}),
+        Placement(num_ranks=1, num_replicas=replicas, tensor_parallel=1, platform=platform()),
+        seed=seed,
+        max_prompt_length=32,
+        max_response_length=32,
+    )
+
+
+def prompts(num: int, text: str = "") -> list[Prompt]:
+    rng = np.random.default_rng(0)
+    return [
+        Prompt(id=f"p{i}", index=i, token_ids=rng.integers(3, 30, 4 + i % 3), text=text, data_source="d")
+        for i in range(num)
+    ]
+
+
+def run(pool: RolloutPool, body) -> None:
+    async def main() -> None:
+        await pool.start()
+        try:
+            await body()
+        finally:
+            await pool.shutdown()
+
+    asyncio.run(main())
+
+
+class Trainers:
+    """Plays `WorkerGroup` with one rank in this process."""
+
+    def __init__(self, info: ModelInfo):
+        self.trainer = contract.Trainer(info)
+
+    def device_uuid(self):
+        return "cpu"
+
+    def open_sender(self, transport, dtype, bucket_bytes):
+        self.sender = Sender(transport, self.trainer, getattr(torch, dtype), bucket_bytes)
+
+    def weight_manifest(self):
+        return self.sender.manifest()
+
+    def next_bucket(self):
+        return self.sender.next_bucket()
+
+    def close_sender(self):
+        return self.sender.close()
+
+    async def call_async(self, method, *args):
+        return [getattr(self, method)(*args)]
+
+
+def test_pool_returns_scored_groups_in_order_and_syncs_weights(info):
+    pool = make_pool(info, replicas=2)
+
+    async def body() -> None:
+        asked = prompts(21)
+        groups = await pool.run(asked, 3, contract.spec())
+        assert [g.id for g in groups] == [p.id for p in asked]
+        for group in groups:
+            assert [t.sample_id for t in group.trajectories] == [0, 1, 2]
+            for t in group.trajectories:
+                assert t.token_ids[: len(group.prompt.token_ids)].tolist() == group.prompt.token_ids.tolist()
+                last = np.flatnonzero(t.provenance == Provenance.MODEL)[-1]
+                assert t.rewards[last] == t.reward == 2.0 * len(t.response_ids)
+                assert t.reward_parts["length"] == len(t.response_ids)
+        again = await pool.run(asked[5:6], 3, contract.spec())
+        for old, new in zip(groups[5].trajectories, again[0].trajectories, strict=True):
+            assert old.token_ids.tolist() == new.token_ids.tolist()
+
+        first = await asyncio.wait_for(pool.submit(asked[0], 1, contract.spec()), 30)
+        assert first.id == "p0"
+
+        trainers = Trainers(info)
+        trainers.trainer.shake(1)
+        metrics = await BucketSync(trainers, pool).push(4)
+        assert metrics["weight_sync/bytes"].value > 1e5
+        for group in await pool.run(asked, 2, contract.spec()):
+            for t in group.trajectories:
+                sampled = t.response_ids.tolist()
+                logprobs = trainers.trainer.logprobs(group.prompt.token_ids.tolist(), sampled, 1.0)
+                mask = t.provenance == Provenance.MODEL
+                assert np.abs(t.rollout_logprobs[mask] - logprobs).mean() < 1e-4
+                assert set(t.versions[mask].tolist()) == {4}
+
+    run(pool, body)
+
+
+def test_pool_pauses_with_requests_kept(info):
+    pool = make_pool(info)
+
+    async def body() -> None:
+        running = asyncio.ensure_future(pool.run(prompts(4), 1, contract.spec(max_tokens=32, stop=())))
+        await asyncio.sleep(0.1)
+        await pool.pause(keep=True)
+        await asyncio.sleep(0.1)
+        assert not running.done()
+        await pool.resume()
+        assert {t.status for g in await running for t in g.trajectories} == {Status.LENGTH}
+        await pool.sleep()
+        await pool.wake(("weights",))
+        await pool.wake(("kv_cache",))
+        assert len(await pool.run(prompts(1), 2, contract.spec())) == 1
+
+    run(pool, body)
+
+
+def test_pool_marks_what_could_not_be_scored_and_runs_other_seeds_otherwise(info):
+    pool = make_pool(info, seed=2)
+
+    async def body() -> None:
+        (group,) = await pool.run(prompts(1, text="bad"), 2, contract.spec())
+        assert {t.status for t in group.trajectories} == {Status.REWARD_ERROR}
+        assert all("no ground truth" in t.error and t.reward == 0.0 for t in group.trajectories)
+        (other,) = await pool.run(
+            [Prompt(id="q", index=0, token_ids=group.prompt.token_ids, text="", data_source="d")],
+            2,
+            contract.spec(max_tokens=16, stop=()),
+        )
+        (again,) = await pool.run(prompts(1), 2, contract.spec(max_tokens=16, stop=()))
+        assert other.trajectories[0].token_ids.tolist() != again.trajectories[0].token_ids.tolist()
+
+    run(pool, body)
+
+
+def test_workflow_of_the_user_may_ask_more_than_once(info):
+    pool = make_pool(info, workflow=f"{HELPERS}.two_turns")
+
+    async def body() -> None:
+        (group,) = await pool.run(prompts(1), 2, contract.spec(stop=()))
+        assert [len(t.token_ids) - len(group.prompt.token_ids) for t in group.trajectories] == [10, 10]
+
+    run(pool, body)
+
+
+def test_workflow_that_returns_too_few_is_an_error(info):
+    pool = make_pool(info, workflow=f"{HELPERS}.too_few")
+
+    async def body() -> None:
+        with pytest.raises(ValueError, match="returned 0 trajectories of prompt 'p0', expected 2"):
+            await pool.run(prompts(1), 2, contract.spec())
+
+    run(pool, body)
+
+
+def test_pool_raises_the_engines_own_errors(info):
+    async def main() -> None:
+        pool = make_pool(info, engine_kwargs={"nothing": 1})
+        with pytest.raises(Exception, match="the hf engine takes no arguments"):
+            await pool.start()
+        assert pool.engines == []
+        pool = make_pool(info)
+        await pool.start()
+        try:
+            with pytest.raises(ValueError, match="exceed rollout.max_model_len=64"):
+                await pool.run(prompts(2), 1, contract.spec(max_tokens=64))
+            ray.kill(pool.engines[0])
+            with pytest.raises(ray.exceptions.ActorDiedError):
+                await pool.run(prompts(2), 1, contract.spec())
+        finally:
+            await pool.shutdown()
+
+    asyncio.run(main())
+
+
+def test_sync_refuses_another_model(info, tmp_path):
+    pool = make_pool(info)
+    other = contract.make_checkpoint(tmp_path, tied=True)
+
+    async def body() -> None:
+        trainers = Trainers(other)
+        del trainers.trainer.model.model.layers[1]
+        with pytest.raises(ValueError, match="missing: model.layers.1"):
+            await BucketSync(trainers, pool).push(1)
+
+    run(pool, body)

@@ -1,0 +1,74 @@
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from rlpost.workers.rollout.processes import Guard, ProcessLog, children, end
+
+
+def wait_for(condition, timeout_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_log_passes_lines_on_and_remembers_the_first_error(capfd):
+    log = ProcessLog()
+    script = (
+        "import sys; print('loading'); sys.stderr.write("
+        "'(EngineCore pid=9) ERROR 01-01 00:00:00 [core.py:1] ValueError: no such head\\nRuntimeError: failed\\n')"
+    )
+    with log.capture():
+        child = subprocess.Popen([sys.executable, "-c", script])
+    child.wait()
+    assert wait_for(lambda: log.cause() == "ValueError: no such head")
+    assert wait_for(lambda: "loading" in (capfd.readouterr().err or "loading"))
+
+
+def test_log_restores_our_own_output(capfd):
+    with ProcessLog().capture():
+        pass
+    os.write(1, b"ours\n")
+    assert capfd.readouterr().out == "ours\n"
+
+
+def test_end_kills_only_what_it_is_given():
+    before = children()
+    ours = subprocess.Popen(["sleep", "60"])
+    other = subprocess.Popen(["sleep", "60"])
+    end(child for child in children() - before if child.pid == ours.pid)
+    assert not psutil.pid_exists(ours.pid) and other.poll() is None
+    end(children() - before)
+    other.wait(5)
+
+
+@pytest.mark.parametrize("dismissed", [False, True])
+def test_guard_kills_its_charges_when_we_are_killed(dismissed):
+    script = (
+        "import os, psutil, signal, subprocess\n"
+        "from rlpost.workers.rollout.processes import Guard\n"
+        "child = subprocess.Popen(['sleep', '60'], start_new_session=True, stdout=subprocess.DEVNULL)\n"
+        "guard = Guard([psutil.Process(child.pid)])\n"
+        f"{'guard.dismiss()' if dismissed else ''}\n"
+        "print(child.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    parent = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=False)
+    pid = int(parent.stdout)
+
+    def gone() -> bool:
+        return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+    assert wait_for(gone, 0.5 if dismissed else 10.0) is not dismissed
+    if dismissed:
+        os.kill(pid, 9)
+
+
+def test_guard_is_dismissed_without_leaving_a_process():
+    before = children()
+    Guard([]).dismiss()
+    assert children() == before

@@ -1,0 +1,43 @@
+import pytest
+
+from rlpost.workers.config import RolloutConfig
+from rlpost.workers.model import ModelInfo
+from rlpost.workers.rollout.vllm import engine_arguments
+
+ACCEPTED = {"model", "enable_prefix_caching", "enable_chunked_prefill", "max_num_seqs", "kv_cache_memory_bytes"}
+
+
+def info(embedding_size: int) -> ModelInfo:
+    return ModelInfo(
+        path="/model",
+        tokenizer_path="/model",
+        vocab_size=100,
+        embedding_size=embedding_size,
+        stop_token_ids=(1,),
+        max_position_embeddings=64,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"enable_prefix_cache": True}, "engine_kwargs.enable_prefix_cache: .*did you mean 'enable_prefix_caching'"),
+        ({"max_num_seqs": 3}, "engine_kwargs.max_num_seqs: set rollout.max_num_seqs instead"),
+        ({"logprobs_mode": "raw_logits"}, "engine_kwargs.logprobs_mode: rlpost sets it"),
+    ],
+)
+def test_engine_kwargs_that_cannot_work_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        engine_arguments(RolloutConfig(engine_kwargs=kwargs), info(100), 64, ACCEPTED)
+
+
+def test_engine_kwargs_pass_through():
+    cfg = RolloutConfig(engine_kwargs={"kv_cache_memory_bytes": 1 << 20}, max_num_batched_tokens=512)
+    arguments = engine_arguments(cfg, info(100), 64, ACCEPTED)
+    assert arguments["kv_cache_memory_bytes"] == 1 << 20
+    assert arguments["max_num_batched_tokens"] == 512
+
+
+def test_only_a_padded_embedding_is_masked():
+    assert "logits_processors" not in engine_arguments(RolloutConfig(), info(100), 64, ACCEPTED)
+    assert engine_arguments(RolloutConfig(), info(128), 64, ACCEPTED)["additional_config"] == {"rlpost_vocab_size": 100}
