@@ -118,7 +118,9 @@ def habitual_answer(problem: Problem, draw: random.Random) -> str:
     return answer[-2:] if len(answer) > 2 and draw.random() < RECIPE["habit"] else answer
 
 
-def encode(page: Sequence[Problem], answers: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(
+    page: Sequence[Problem], answers: Sequence[str], tokenizer: PreTrainedTokenizerFast
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids `[B, T]`, padded on the right, and where an answer or its EOS stands, bool `[B, T]`."""
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     prompts = tokenizer([p["prompt"] for p in page])["input_ids"]
@@ -134,8 +136,11 @@ def encode(page: Sequence[Problem], answers: Sequence[str], tokenizer: PreTraine
 
 @torch.no_grad()
 def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, page: Sequence[Problem]) -> float:
-    """Share of `page` that the model answers exactly. Teacher forcing suffices: greedy decoding gives the answer just when
-    every token of it, EOS included, is the likeliest one after those before it."""
+    """Share of `page` that the model answers exactly when it takes the likeliest token each time.
+
+    One forward pass suffices: decoding gives the answer just when every token of it, EOS included, is the likeliest one
+    after those before it.
+    """
     model.eval()
     ids, is_answer = encode(page, [p["ground_truth"] for p in page], tokenizer)
     likeliest = model(input_ids=ids[:, :-1]).logits.argmax(-1)

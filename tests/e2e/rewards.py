@@ -1,0 +1,31 @@
+"""Reward functions of the whole runs, found by their dotted path."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlpost.batch import Prompt
+from rlpost.rewards.base import Answer
+
+
+def parity(prompt: Prompt, answers: Sequence[Answer], hold: str = "", hold_from: int = 0) -> list[float]:
+    """1 where the sum of the token ids is even.
+
+    Training prompts from the `hold_from`-th on wait for as long as the file `hold` exists: it stops a run at a known point.
+    """
+    while hold and prompt.index >= hold_from and not prompt.id.startswith("val.") and Path(hold).exists():
+        time.sleep(0.02)
+    return [float(sum(answer.token_ids) % 2 == 0) for answer in answers]
+
+
+def constant(prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
+    """All answers alike: no group has a signal."""
+    return [1.0] * len(answers)
+
+
+def broken(prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
+    raise RuntimeError("the scorer is out of order")
+
+
+def nan(prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
+    return [float("nan")] * len(answers)

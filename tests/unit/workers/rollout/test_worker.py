@@ -1,0 +1,147 @@
+"""Workflow workers and their routing, with engines played by objects in this process."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from rlpost.batch import Prompt, Status
+from rlpost.rewards.config import RewardConfig, RewardTermConfig
+from rlpost.workers.config import RolloutConfig
+from rlpost.workers.rollout.base import Completion, SamplingSpec
+from rlpost.workers.rollout.worker import Request, Router, WorkflowWorker
+from rlpost.workers.rollout.workflow import WORKFLOWS, trajectory
+from tests.e2e import engine_contract as contract
+
+SPEC = SamplingSpec(temperature=1.0, max_tokens=4, vocab_size=32)
+
+
+class Engine:
+    """Plays the handle of a `RolloutWorker`; answers with `max_tokens` copies of a token that its seed chooses."""
+
+    def __init__(self, error: Exception | None = None, status: Status = Status.STOP):
+        self.calls: list[list[Request]] = []
+        self.error, self.status = error, status
+
+    @property
+    def generate(self):
+        return self
+
+    async def remote(self, requests: list[Request]) -> list[list[Completion]]:
+        self.calls.append(requests)
+        await asyncio.sleep(0)
+        if self.error is not None:
+            raise self.error
+        return [[self.answer(request, i) for i in range(request.n)] for request in requests]
+
+    def answer(self, request: Request, i: int) -> Completion:
+        length = request.spec.max_tokens
+        return Completion(
+            token_ids=np.full(length, 3 + (request.seed + i) % 20),
+            logprobs=np.zeros(length, np.float32),
+            versions=np.zeros(length, np.int32),
+            status=self.status,
+        )
+
+
+@WORKFLOWS.register("test_two_turns")
+async def two_turns(prompt, n, generate):
+    trajectories = []
+    for i in range(n):
+        (first,) = await generate(prompt.token_ids, key=f"{i}/0", max_tokens=2)
+        so_far = np.concatenate([prompt.token_ids, first.token_ids])
+        (second,) = await generate(so_far, key=f"{i}/1")
+        trajectories.append(trajectory(so_far, second, i))
+    return trajectories
+
+
+@WORKFLOWS.register("test_too_few")
+async def too_few(prompt, n, generate):
+    return []
+
+
+@pytest.fixture(scope="module")
+def info(tmp_path_factory):
+    return contract.make_checkpoint(tmp_path_factory.mktemp("model"), tied=True)
+
+
+def run(info, engines: list[Engine], *, text: str = "", n: int = 2, workflow: str = "single_turn", seed: int = 1):
+    async def main():
+        reward = RewardConfig(terms={"length": RewardTermConfig(fn="tests.ray.rewards_for_tests.length")})
+        worker = WorkflowWorker(RolloutConfig(workflow=workflow), info, reward, engines, seed, 8)
+        asked = [Prompt(id=f"p{i}", index=i, token_ids=np.array([5, 6]), text=text, data_source="d") for i in range(4)]
+        try:
+            return await worker.run(asked, n, SPEC)
+        finally:
+            await worker.close()
+
+    return asyncio.run(main())
+
+
+def test_requests_of_one_moment_travel_in_one_call_to_each_engine(info):
+    engines = [Engine(), Engine()]
+    run(info, engines, n=3)
+    assert [[len(call) for call in engine.calls] for engine in engines] == [[2], [2]]
+    assert {request.n for engine in engines for call in engine.calls for request in call} == {3}
+
+
+def test_seeds_follow_run_seed_and_prompt(info):
+    def seeds(seed: int) -> list[int]:
+        engine = Engine()
+        run(info, [engine], seed=seed)
+        return [request.seed for call in engine.calls for request in call]
+
+    assert seeds(1) == seeds(1) != seeds(2)
+    assert len(set(seeds(1))) == 4
+
+
+def test_reward_sits_on_the_last_sampled_token(info):
+    for group in run(info, [Engine()]):
+        for t in group:
+            assert t.rewards.tolist() == [0, 0, 0, 0, 0, 4.0]
+            assert t.reward_parts == {"length": 4.0}
+
+
+def test_failed_score_is_marked_and_never_a_zero(info):
+    for t in (t for group in run(info, [Engine()], text="bad") for t in group):
+        assert t.status is Status.REWARD_ERROR
+        assert "no ground truth" in t.error and t.reward_parts == {}
+
+
+def test_aborted_answers_are_not_scored(info):
+    for t in (t for group in run(info, [Engine(status=Status.ABORT)]) for t in group):
+        assert t.status is Status.ABORT and t.reward_parts == {}
+
+
+def test_workflow_may_ask_more_than_once(info):
+    engine = Engine()
+    groups = run(info, [engine], workflow="test_two_turns")
+    assert [len(t.token_ids) for t in groups[0]] == [8, 8]
+    mine = [r for call in engine.calls for r in call if r.request_id.startswith("p0/")]
+    assert len({request.seed for request in mine}) == len({request.request_id for request in mine}) == 4
+
+
+def test_workflow_that_returns_too_few_is_an_error(info):
+    with pytest.raises(ValueError, match=r"returned 0 trajectories of prompt 'p\d', expected 2"):
+        run(info, [Engine()], workflow="test_too_few")
+
+
+def test_error_of_an_engine_reaches_every_waiting_request(info):
+    with pytest.raises(RuntimeError, match="the engine died"):
+        run(info, [Engine(RuntimeError("the engine died"))])
+
+
+def test_router_prefers_the_replica_with_fewer_samples():
+    async def main():
+        engines = [Engine(), Engine()]
+        router = Router(engines)
+
+        def request(n: int) -> Request:
+            return Request(token_ids=np.array([1]), spec=SPEC, seed=0, request_id="r", n=n)
+
+        await asyncio.gather(*(router.generate(request(n)) for n in (6, 2, 2, 2, 1)))
+        assert [[r.n for call in engine.calls for r in call] for engine in engines] == [[6, 1], [2, 2, 2]]
+        await router.generate(request(1))
+        assert len(engines[0].calls) == 2, "finished requests no longer count"
+
+    asyncio.run(main())
