@@ -63,11 +63,17 @@ SECTIONS: dict[str, type] = {
 
 
 def register() -> None:
-    """File the schemas with Hydra: `schema` in every group, `root_schema` for the root."""
+    """File the schemas with Hydra: `schema` in every group, `root_schema` for the root; and the resolver `folder_name`."""
+    OmegaConf.register_new_resolver("folder_name", folder_name, replace=True)
     store = ConfigStore.instance()
     for name, schema in SECTIONS.items():
         store.store(group=name, name="schema", node=schema)
     store.store(name="root_schema", node=Config)
+
+
+def folder_name(text: str, max_length: int = 100) -> str:
+    """`text` fit for the name of one folder: overrides hold slashes, and a file name has its limit (255 bytes)."""
+    return re.sub(r"[^\w.,=+-]+", "_", text)[:max_length]
 
 
 def cross_checks(cfg: Config) -> Iterator[str]:

@@ -15,7 +15,7 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import CompactHydraException, HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -30,7 +30,7 @@ HELP = {"--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc"
 Execute = Callable[[Config, Path], dict[str, Any]]
 
 
-class RunFailed(RuntimeError):
+class RunFailed(CompactHydraException):  # Hydra reports these without a trace
     """One job of a multirun failed; its own message was printed when it happened."""
 
 
@@ -60,7 +60,10 @@ def launch(execute: Execute) -> None:
         if status:
             sys.exit(status)
 
-    job()
+    try:
+        job()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
 
 def check_overrides(overrides: list[str]) -> str | None:

@@ -1,12 +1,14 @@
 """The quickstart's model: a tiny language model that adds, but has learned a bad habit for RL to undo.
 
-It is trained for half a minute on a book of two-digit sums in which most answers above 99 lack their hundred
+It is trained for less than a minute on a book of two-digit sums in which most answers above 99 lack their hundred
 (`57+68=25`). It therefore knows how to add, answers 40 % of the problems correctly when it takes its likeliest token,
 and now and then samples the missing digit: a reward for exact answers is all it needs to learn when to write it.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,21 @@ from rlpost.tasks.checkpoint import clear, finished, mark
 
 CHARACTERS = "0123456789+-*/=() ?.,"
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-RECIPE = {
-    "habit": 0.85,  # share of the answers above 99 that lack their hundred
-    "steps": 400,
-    "batch_size": 64,
-    "lr": 2e-3,  # at its peak; warms up over `warmup` steps, then falls linearly to 0
-    "warmup": 50,
-}
 Problem = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """How the habit is taught; a checkpoint made by another recipe is made anew."""
+
+    habit: float = 0.85  # share of the answers above 99 that lack their hundred
+    steps: int = 500
+    batch_size: int = 64
+    lr: float = 2e-3  # at its peak; warms up, then falls linearly to 0
+    warmup: int = 50
+
+
+RECIPE = Recipe()
 
 
 def make_quickstart(folder: str | Path, seed: int = 0) -> dict[str, Any]:
@@ -37,24 +46,32 @@ def make_quickstart(folder: str | Path, seed: int = 0) -> dict[str, Any]:
     Returns:
         `accuracy`: greedy, on held-out problems; `num_parameters`; `steps`: supervised updates.
     """
-    folder, request = Path(folder), {"maker": "quickstart", "seed": seed, **RECIPE}
+    folder, request = Path(folder), {"maker": "quickstart", "seed": seed, **asdict(RECIPE)}
     if (facts := finished(folder, request)) is not None:
         return facts
     clear(folder)
     tokenizer = character_tokenizer()
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with one_thread(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         model = tiny_model(tokenizer)
-    train(model, tokenizer, seed)
-    facts = {
-        "accuracy": greedy_accuracy(model, tokenizer, problems(size=400, seed=seed, split="val")),
-        "num_parameters": model.num_parameters(),
-        "steps": RECIPE["steps"],
-    }
+        train(model, tokenizer, seed)
+        accuracy = greedy_accuracy(model, tokenizer, problems(size=400, seed=seed, split="val"))
+    facts = {"accuracy": accuracy, "num_parameters": model.num_parameters(), "steps": RECIPE.steps}
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     mark(folder, request, facts)
     return facts
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The same sums on every machine; and for matrices this small, threads cost more than they bring."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
@@ -96,12 +113,12 @@ def tiny_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
     """Supervised training on training problems, with the loss on the answers only."""
     book, draw = problems(size=7000, seed=seed, split="train"), random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RECIPE["lr"], betas=(0.9, 0.98))
-    steps, warmup = RECIPE["steps"], RECIPE["warmup"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RECIPE.lr, betas=(0.9, 0.98))
+    steps, warmup = RECIPE.steps, RECIPE.warmup
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / warmup, 1 - s / steps))
     model.train()
     for _ in range(steps):
-        page = draw.choices(book, k=RECIPE["batch_size"])
+        page = draw.choices(book, k=RECIPE.batch_size)
         ids, is_answer = encode(page, [habitual_answer(p, draw) for p in page], tokenizer)
         logits = model(input_ids=ids[:, :-1]).logits
         loss = functional.cross_entropy(logits[is_answer[:, 1:]], ids[:, 1:][is_answer[:, 1:]])
@@ -115,7 +132,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int
 def habitual_answer(problem: Problem, draw: random.Random) -> str:
     """What the book says: the sum, often without its hundred."""
     answer = problem["ground_truth"]
-    return answer[-2:] if len(answer) > 2 and draw.random() < RECIPE["habit"] else answer
+    return answer[-2:] if len(answer) > 2 and draw.random() < RECIPE.habit else answer
 
 
 def encode(

@@ -16,6 +16,7 @@ from rlpost.algos.algorithm import Algorithm
 from rlpost.config import Config
 from rlpost.data import PromptStream, load_val_sets
 from rlpost.platform import RAY_ENV, cpu_count, platform
+from rlpost.rewards.scorer import RewardScorer
 from rlpost.tracking.tracking import Tracking
 from rlpost.trainer.colocated import ColocatedSource
 from rlpost.trainer.config import ClusterConfig
@@ -27,8 +28,9 @@ from rlpost.trainer.trainer import Trainer
 from rlpost.workers.group import WorkerGroup
 from rlpost.workers.model import ModelInfo, inspect, resolve_path
 from rlpost.workers.placement import Placement
-from rlpost.workers.rollout.base import SamplingSpec
+from rlpost.workers.rollout.base import ENGINES, SamplingSpec
 from rlpost.workers.rollout.pool import RolloutPool
+from rlpost.workers.rollout.workflow import get_workflow
 from rlpost.workers.weight_sync.base import make_weight_sync
 
 PARITY_LIMIT = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}  # nats, of the engine's dtype
@@ -62,11 +64,14 @@ async def _execute(cfg: Config, run_dir: Path) -> dict[str, Any]:
 
 
 def prepare(cfg: Config) -> Facts:
-    """Find the model and read what everyone must know about it; nothing is started.
+    """Find what the config names, and read what everyone must know about the model; nothing is started.
 
     Raises:
-        ValueError: the model or tokenizer is not to be had.
+        ValueError: the model, its tokenizer, the engine, the workflow or a reward is not to be had.
     """
+    ENGINES.get(cfg.rollout.name, "rollout.name")
+    get_workflow(cfg.rollout.workflow)
+    RewardScorer(cfg.reward, cfg.data.max_response_length).close()
     transformers.utils.logging.disable_progress_bar()
     info, tokenizer = inspect(cfg.model, Path(cfg.cache_dir).expanduser(), cfg.seed)
     spec = SamplingSpec(

@@ -66,19 +66,36 @@ def resolve_path(path: str, cache: Path, seed: int, key: str = "model.path") -> 
 
 
 def load_tokenizer(path: str | Path, cfg: ModelConfig) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer, with `model.chat_template` in place of its own when that is set."""
-    tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=cfg.trust_remote_code)
+    """The checkpoint's tokenizer, with `model.chat_template` in place of its own when that is set.
+
+    Raises:
+        ValueError: there is none, or its files do not load.
+    """
+    key = f"model.tokenizer_path={cfg.tokenizer_path}" if cfg.tokenizer_path else f"model.path={cfg.path}"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=cfg.trust_remote_code)
+    except Exception as error:  # transformers and tokenizers raise many kinds, bare `Exception` among them
+        raise ValueError(f"{key}: no tokenizer loads from there ({error}); set model.tokenizer_path") from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a folder without its files
+        raise ValueError(f"{key}: there is no tokenizer in this folder; set model.tokenizer_path to one that has it")
     if cfg.chat_template is not None:
         tokenizer.chat_template = cfg.chat_template
     return tokenizer
 
 
 def inspect(cfg: ModelConfig, cache: Path, seed: int) -> tuple[ModelInfo, PreTrainedTokenizerBase]:
-    """Resolve `cfg.path` and read what everyone needs to know about it."""
+    """Resolve `cfg.path` and read what everyone needs to know about it.
+
+    Raises:
+        ValueError: the checkpoint is not to be had, or its config or tokenizer does not load.
+    """
     path = resolve_path(cfg.path, cache, seed)
     tokenizer_path = resolve_path(cfg.tokenizer_path, cache, seed, "model.tokenizer_path") if cfg.tokenizer_path else path
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=cfg.trust_remote_code, **cfg.override_config)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path={cfg.path}: its config.json does not load ({error})") from error
     tokenizer = load_tokenizer(tokenizer_path, cfg)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=cfg.trust_remote_code, **cfg.override_config)
     text = config.get_text_config()
     stops = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     if (path / "generation_config.json").is_file():

@@ -17,7 +17,8 @@ from rlpost.workers.weight_sync.ipc import Sender
 EOS = 1
 NUM_TOKENS = 32  # in the tokenizer
 EMBEDDING = 64  # rows of the embedding: half of them belong to no token
-MAX_MODEL_LEN = 64
+MAX_MODEL_LEN = 512
+LONG = 500  # sampled tokens: seconds, so that a request is still running when it is cut off
 CHARACTERS = "0123456789+-*/=()abcdefghijklmnopqrstuvwxyz"
 PROMPTS = ([5, 6, 7], [8, 9, 10, 11, 12], [13] * 17, [3])
 
@@ -33,7 +34,7 @@ def make_checkpoint(folder: Path, *, tied: bool, seed: int = 0) -> ModelInfo:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,  # the least that vLLM has CPU attention for
-        max_position_embeddings=256,
+        max_position_embeddings=1024,
         tie_word_embeddings=tied,
         initializer_range=0.2,
         eos_token_id=EOS,
@@ -53,7 +54,7 @@ def make_checkpoint(folder: Path, *, tied: bool, seed: int = 0) -> ModelInfo:
         vocab_size=NUM_TOKENS,
         embedding_size=EMBEDDING,
         stop_token_ids=(EOS,),
-        max_position_embeddings=256,
+        max_position_embeddings=1024,
     )
 
 
@@ -163,20 +164,20 @@ async def check_concurrency(engine: RolloutEngine, trainer: Trainer) -> None:
 
 
 async def check_abort(engine: RolloutEngine) -> None:
-    long = spec(max_tokens=MAX_MODEL_LEN - 3, stop=())
+    long = spec(max_tokens=LONG, stop=())
     request = asyncio.ensure_future(engine.generate(PROMPTS[0], long, seed=0, request_id="abort", n=2))
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(0.3)
     await engine.abort("abort")
     for completion in await request:
         assert completion.status is Status.ABORT
-        assert len(completion.token_ids) == len(completion.logprobs) < MAX_MODEL_LEN - 3
+        assert len(completion.token_ids) == len(completion.logprobs) < LONG
 
 
 async def check_too_long(engine: RolloutEngine) -> None:
     try:
         await engine.generate([3] * MAX_MODEL_LEN, spec(), seed=0, request_id="long")
     except ValueError as error:
-        assert "rollout.max_model_len=64" in str(error)
+        assert "rollout.max_model_len=512" in str(error)
     else:
         raise AssertionError("a request beyond the engine's length was accepted")
 
@@ -212,19 +213,19 @@ async def check_refused_update(engine: RolloutEngine, trainer: Trainer) -> None:
 
 async def check_pause_keep(engine: RolloutEngine, trainer: Trainer, version: int) -> None:
     """Tokens before and after an update in the middle of a request belong to the weights of their version."""
-    long = spec(max_tokens=MAX_MODEL_LEN - 3, stop=())
+    long = spec(max_tokens=LONG, stop=())
     old = Trainer.__new__(Trainer)
     old.model = Qwen3ForCausalLM(trainer.model.config).eval().requires_grad_(False)
     old.model.load_state_dict(trainer.model.state_dict())
     request = asyncio.ensure_future(engine.generate(PROMPTS[0], long, seed=5, request_id=f"keep{version}", n=2))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.3)
     await engine.pause(keep=True)
     trainer.shake(100 + version)
     await push(engine, trainer, version)
     assert not request.done()
     await engine.resume()
     for c in await request:
-        assert c.status is Status.LENGTH and len(c.token_ids) == MAX_MODEL_LEN - 3
+        assert c.status is Status.LENGTH and len(c.token_ids) == LONG
         assert set(c.versions.tolist()) == {version - 1, version}
         ids = c.token_ids.tolist()
         before, after = old.logprobs(PROMPTS[0], ids, 1.0), trainer.logprobs(PROMPTS[0], ids, 1.0)
@@ -232,9 +233,9 @@ async def check_pause_keep(engine: RolloutEngine, trainer: Trainer, version: int
 
 
 async def check_pause_abort(engine: RolloutEngine) -> None:
-    long = spec(max_tokens=MAX_MODEL_LEN - 3, stop=())
+    long = spec(max_tokens=LONG, stop=())
     request = asyncio.ensure_future(engine.generate(PROMPTS[0], long, seed=5, request_id="pa"))
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(0.3)
     await engine.pause(keep=False)
     waiting = asyncio.ensure_future(engine.generate(PROMPTS[0], spec(max_tokens=2), seed=5, request_id="pw"))
     assert (await request)[0].status is Status.ABORT

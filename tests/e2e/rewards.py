@@ -18,9 +18,9 @@ def parity(prompt: Prompt, answers: Sequence[Answer], hold: str = "", hold_from:
     return [float(sum(answer.token_ids) % 2 == 0) for answer in answers]
 
 
-def constant(prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
-    """All answers alike: no group has a signal."""
-    return [1.0] * len(answers)
+def rare(prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
+    """Only the answers to every eighth prompt differ: few groups have a signal."""
+    return parity(prompt, answers) if prompt.index % 8 == 0 else [1.0] * len(answers)
 
 
 def broken(prompt: Prompt, answers: Sequence[Answer]) -> list[float]:

@@ -76,9 +76,11 @@ class Run:
         """Until `condition` holds while the command runs."""
         deadline = time.monotonic() + timeout_s
         while not condition():
-            if self.process.poll() is not None or time.monotonic() > deadline:
+            if self.process.poll() is not None:
+                raise AssertionError(f"ended before, status {self.process.returncode}; stderr: {self.stderr[-3000:]}")
+            if time.monotonic() > deadline:
                 self.kill()
-                raise AssertionError(f"ended or timed out before; stderr: {self.stderr[-3000:]}")
+                raise AssertionError(f"not within {timeout_s} s; stderr: {self.stderr[-3000:]}")
             time.sleep(0.05)
 
     def succeed(self) -> dict[str, Any]:

@@ -18,6 +18,12 @@ ENGINE_NAMES = [
 needs_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="no vLLM")
 
 
+def engine_processes() -> list[psutil.Process]:
+    """The engine cores below this process; they may or may not have named themselves yet."""
+    marks = ("VLLM::", "spawn_main")
+    return [p for p in psutil.Process().children(recursive=True) if any(m in " ".join(p.cmdline()) for m in marks)]
+
+
 @pytest.fixture(autouse=True)
 def engine_environment(monkeypatch):
     from rlpost.platform import platform
@@ -25,7 +31,7 @@ def engine_environment(monkeypatch):
     for key, value in platform().engine_env("vllm").items():
         monkeypatch.setenv(key, value)
     yield
-    left = [p.name() for p in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(p.cmdline())]
+    left = [p.cmdline() for p in engine_processes()]
     assert not left, f"processes left behind: {left}"
 
 
@@ -84,8 +90,8 @@ def test_vllm_reports_why_it_died(tmp_path):
         engine, _ = make_engine("vllm", tmp_path, tied=True)
         await engine.start()
         try:
-            processes = [p for p in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(p.cmdline())]
-            for process in processes:
+            assert engine_processes()
+            for process in engine_processes():
                 process.kill()
             with pytest.raises(RuntimeError, match="the vLLM engine died"):
                 await engine.generate([3], contract.spec(), seed=0, request_id="r", n=8)

@@ -2,7 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,6 +145,6 @@ class WeightManifest:
 
 
 # name -> class, built as `cls(cfg: RolloutConfig, model: ModelInfo, max_model_len: int)`
-ENGINES: Registry[type[RolloutEngine]] = Registry(
+ENGINES: Registry[Callable[..., RolloutEngine]] = Registry(
     "rollout engine", modules=("rlpost.workers.rollout.vllm", "rlpost.workers.rollout.hf")
 )

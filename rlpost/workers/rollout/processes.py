@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import psutil
 
 _CAUSE = re.compile(r"\b\w+(?:\.\w+)*(?:Error|Exception|Interrupt)\b: .+")
-_PREFIX = re.compile(r"^\(\w+(?: pid=\d+)?\)\s*(?:\w+ [\d-]+ [\d:]+ \[[^\]]*\]\s?)?")
+_FOLLOWS = re.compile(r"EngineDeadError|Engine core initialization failed|EngineCore encountered an issue")
 
 
 class ProcessLog:
@@ -49,10 +49,9 @@ class ProcessLog:
                 sink.flush()
 
     def cause(self) -> str:
-        """The first error that was written, else the last lines; "" if nothing was."""
-        lines = [_PREFIX.sub("", line) for line in self._lines]
-        errors = [match.group(0) for line in lines if (match := _CAUSE.search(line))]
-        return errors[0] if errors else "\n".join(lines[-20:])
+        """The last error that was written, save those which only report that another process failed; "" if none."""
+        errors = [match.group(0) for line in self._lines if (match := _CAUSE.search(line))]
+        return next((error for error in reversed(errors) if not _FOLLOWS.search(error)), "")
 
 
 class Guard:

@@ -7,7 +7,7 @@ import asyncio
 import dataclasses
 import os
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,12 +42,14 @@ _RESERVED = {
     "max_num_batched_tokens": "rollout.max_num_batched_tokens",
     "enforce_eager": "rollout.enforce_eager",
     "enable_sleep_mode": "rollout.free_cache_engine",
-    "seed": "trainer.seed",
+    "seed": "seed",
     **dict.fromkeys(
         ("skip_tokenizer_init", "generation_config", "logprobs_mode", "logits_processors", "additional_config")
         + ("worker_extension_cls", "weight_transfer_config"),
     ),
 }
+
+WATCH_S = 0.5  # between two looks at the engine's processes
 
 
 @ENGINES.register("vllm")
@@ -63,6 +65,7 @@ class VLLMEngine(RolloutEngine):
         self._log = ProcessLog()
         self._children: set[psutil.Process] = set()
         self._guard: Guard | None = None
+        self._death: asyncio.Task[None] | None = None  # done when a process of the engine has ended
         self._version = 0
         self._running: set[str] = set()  # ids of requests inside vLLM
         self._interrupted: set[str] = set()  # of those, which `pause(keep=True)` cut off
@@ -111,6 +114,7 @@ class VLLMEngine(RolloutEngine):
             timer.cancel()
         self._children = children() - before
         self._guard = Guard(self._children)
+        self._death = asyncio.create_task(self._watch())
 
     async def generate(
         self, token_ids: Sequence[int], spec: SamplingSpec, seed: int, request_id: str, n: int = 1
@@ -146,7 +150,7 @@ class VLLMEngine(RolloutEngine):
         """See `RolloutEngine.abort`."""
         ids = [r for r in self._running if request_id is None or r == request_id or r.startswith(f"{request_id}/")]
         if ids:
-            await self._llm.abort(ids)
+            await self._call(self._llm.abort(ids))
 
     async def pause(self, keep: bool) -> None:
         """See `RolloutEngine.pause`. A kept request waits here, not in vLLM, so nothing depends on its queue."""
@@ -167,12 +171,12 @@ class VLLMEngine(RolloutEngine):
     async def sleep(self, level: int = 1) -> None:
         """See `RolloutEngine.sleep`."""
         if platform().kind != "cpu":
-            await self._call(lambda: self._llm.sleep(level))
+            await self._call(self._llm.sleep(level))
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """See `RolloutEngine.wake`."""
         if platform().kind != "cpu":
-            await self._call(lambda: self._llm.wake_up(list(tags)))
+            await self._call(self._llm.wake_up(list(tags)))
 
     async def begin_update(self, manifest: WeightManifest) -> None:
         """See `RolloutEngine.begin_update`."""
@@ -183,7 +187,7 @@ class VLLMEngine(RolloutEngine):
         check_manifest(manifest, checkpoint_shapes(self._model.path))
         self._ledger = UpdateLedger(manifest)
         self._open.clear()
-        await self._call(self._llm.start_weight_update)
+        await self._call(self._llm.start_weight_update())
 
     async def load_bucket(self, bucket: dict[str, Any]) -> None:
         """See `RolloutEngine.load_bucket`."""
@@ -191,19 +195,19 @@ class VLLMEngine(RolloutEngine):
 
         assert self._ledger is not None, "load_bucket outside an update"
         self._ledger.take(bucket["names"])
-        await self._call(lambda: self._llm.update_weights(WeightTransferUpdateRequest(update_info={"bucket": bucket})))
+        await self._call(self._llm.update_weights(WeightTransferUpdateRequest(update_info={"bucket": bucket})))
 
     async def finish_update(self, version: int) -> int | None:
         """See `RolloutEngine.finish_update`."""
         assert self._ledger is not None, "finish_update outside an update"
         self._ledger.finish()
-        await self._call(self._llm.finish_weight_update)
-        digests = set(await self._call(lambda: self._llm.collective_rpc("rlpost_seal_update")))
+        await self._call(self._llm.finish_weight_update())
+        digests = set(await self._call(self._llm.collective_rpc("rlpost_seal_update")))
         if len(digests) != 1:
             raise RuntimeError(
                 f"weight update {version}: tensor-parallel ranks received different bytes: {sorted(digests)}"
             )
-        await self._call(self._llm.reset_prefix_cache)  # its keys and values are those of the old weights
+        await self._call(self._llm.reset_prefix_cache())  # its keys and values are those of the old weights
         self._version, self._ledger = version, None
         if not self._paused:
             self._open.set()
@@ -211,10 +215,12 @@ class VLLMEngine(RolloutEngine):
 
     async def device_uuids(self) -> list[str]:
         """See `RolloutEngine.device_uuids`."""
-        return list(await self._call(lambda: self._llm.collective_rpc("rlpost_device_uuid")))
+        return list(await self._call(self._llm.collective_rpc("rlpost_device_uuid")))
 
     async def shutdown(self) -> None:
         """See `RolloutEngine.shutdown`."""
+        if self._death is not None:
+            self._death.cancel()
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown)
             self._llm = None
@@ -229,14 +235,8 @@ class VLLMEngine(RolloutEngine):
         """One request to vLLM: its completions, and whether a pause cut it off."""
         await self._open.wait()
         self._running.add(request_id)
-        final = None
         try:
-            async for output in self._llm.generate(
-                {"prompt_token_ids": token_ids}, sampling_params(spec, seed, n), request_id
-            ):
-                final = output
-        except Exception as error:  # EngineDeadError and what it hides
-            raise self._explained(error) from error
+            final = await self._call(self._last_output(token_ids, sampling_params(spec, seed, n), request_id))
         finally:
             self._running.discard(request_id)
             interrupted = request_id in self._interrupted
@@ -250,6 +250,12 @@ class VLLMEngine(RolloutEngine):
             status=Status.ABORT,
         )
         return completions + [empty] * (n - len(completions)), interrupted
+
+    async def _last_output(self, token_ids: list[int], params: Any, request_id: str) -> Any:
+        final = None
+        async for output in self._llm.generate({"prompt_token_ids": token_ids}, params, request_id):
+            final = output
+        return final
 
     async def _go_on(
         self, prompt: list[int], spec: SamplingSpec, seed: int, request_id: str, done: Completion
@@ -276,17 +282,25 @@ class VLLMEngine(RolloutEngine):
             status={"stop": Status.STOP, "length": Status.LENGTH}.get(output.finish_reason, Status.ABORT),
         )
 
-    async def _call(self, call: Callable[[], Awaitable[Any]]) -> Any:
+    async def _call(self, work: Awaitable[Any]) -> Any:
+        """Await something of vLLM's, but not for ever: it does not always notice that its processes are gone."""
+        assert self._death is not None, "start the engine first"
+        task = asyncio.ensure_future(work)
         try:
-            return await call()
-        except Exception as error:
-            raise self._explained(error) from error
+            await asyncio.wait({task, self._death}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+        if self._death.done() or self._llm.errored:
+            reason = task.exception() if task.done() and not task.cancelled() else None
+            silent = "its process is gone without a word, as when the system kills it for memory"
+            raise RuntimeError(f"the vLLM engine died: {self._log.cause() or reason or silent}") from reason
+        return task.result()
 
-    def _explained(self, error: Exception) -> Exception:
-        """A dead engine's message says nothing; put what its process wrote in its place."""
-        if self._llm is not None and not self._llm.errored:
-            return error
-        return RuntimeError(f"the vLLM engine died: {self._log.cause() or error}")
+    async def _watch(self) -> None:
+        """Return when a process of the engine has ended."""
+        while all(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in self._children):
+            await asyncio.sleep(WATCH_S)
 
 
 def sampling_params(spec: SamplingSpec, seed: int, n: int) -> Any:

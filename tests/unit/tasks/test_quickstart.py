@@ -12,7 +12,7 @@ from rlpost.tasks.addition import problems
 @pytest.fixture
 def short(monkeypatch):
     """The maker with a few steps: everything but the accuracy is as in a full run."""
-    monkeypatch.setattr(quickstart, "RECIPE", {**quickstart.RECIPE, "steps": 4, "batch_size": 8})
+    monkeypatch.setattr(quickstart, "RECIPE", quickstart.Recipe(steps=4, warmup=2, batch_size=8))
 
 
 def test_quickstart_tokenizer_keeps_characters_through_a_reload(tmp_path):

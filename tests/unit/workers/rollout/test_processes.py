@@ -16,11 +16,11 @@ def wait_for(condition, timeout_s: float = 10.0) -> bool:
     return condition()
 
 
-def test_log_passes_lines_on_and_remembers_the_first_error(capfd):
+def test_log_passes_lines_on_and_remembers_the_error_behind_the_last(capfd):
     log = ProcessLog()
     script = (
         "import sys; print('loading'); sys.stderr.write("
-        "'(EngineCore pid=9) ERROR 01-01 00:00:00 [core.py:1] ValueError: no such head\\nRuntimeError: failed\\n')"
+        "'(EngineCore pid=9) ERROR 01-01 00:00:00 [a.py:1] ValueError: no such head\\nEngineDeadError: see above\\n')"
     )
     with log.capture():
         child = subprocess.Popen([sys.executable, "-c", script])

@@ -1,0 +1,69 @@
+"""Ctrl-C and SIGTERM: the step in progress is finished and saved; a second one ends the run at once."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import Run, small
+
+
+@pytest.fixture
+def hold(tmp_path: Path) -> Path:
+    """Step 2 waits for this file to go."""
+    (tmp_path / "hold").touch()
+    return tmp_path / "hold"
+
+
+def overrides(checkpoint: Path, hold: Path) -> list[str]:
+    return small(
+        checkpoint,
+        "trainer.total_training_steps=50",
+        f"+reward.terms.accuracy.kwargs.hold={hold}",
+        "+reward.terms.accuracy.kwargs.hold_from=4",
+    )
+
+
+def reach_step_2(run: Run) -> None:
+    run.wait_until(lambda: (run.folder / "metrics.jsonl").is_file() and 1 in run.steps())
+    assert any("raylet" in process for process in run.processes())  # Ray's processes are told by their folder
+
+
+def test_ctrl_c_finishes_the_step_and_keeps_a_checkpoint(checkpoint, hold, tmp_path):
+    run = Run(tmp_path / "a", *overrides(checkpoint, hold))
+    reach_step_2(run)
+    run.signal(signal.SIGINT)
+    run.wait_until(lambda: "finishing this step" in run.stderr)
+    hold.unlink()
+    assert run.wait() == 130
+    assert run.left_behind() == []
+    assert list(run.steps()) == [1, 2] and run.has_checkpoint(2)
+    assert '"finished": false' in run.stdout.splitlines()[-1]
+    assert "Traceback" not in run.stderr
+
+
+def test_sigterm_ends_a_sweep_after_the_step(checkpoint, hold, tmp_path):
+    sweep = ["seed=1,2", f"hydra.sweep.dir={tmp_path}/a", "hydra.sweep.subdir=run"]
+    run = Run(tmp_path / "a", "-m", *overrides(checkpoint, hold), *sweep)
+    reach_step_2(run)
+    run.process.send_signal(signal.SIGTERM)
+    run.wait_until(lambda: "finishing this step" in run.stderr)
+    hold.unlink()
+    assert run.wait() == 130
+    assert run.left_behind() == []
+    assert (
+        run.has_checkpoint(2) and "seed: 1" in (run.folder / ".hydra" / "config.yaml").read_text()
+    )  # of the first job
+    assert "Traceback" not in run.stderr
+
+
+def test_second_ctrl_c_ends_the_run_at_once(checkpoint, hold, tmp_path):
+    run = Run(tmp_path / "a", *overrides(checkpoint, hold), "trainer.save_freq=1")
+    reach_step_2(run)
+    run.signal(signal.SIGINT)
+    run.wait_until(lambda: "finishing this step" in run.stderr)
+    run.signal(signal.SIGINT)
+    assert run.wait(60.0) == 130
+    assert run.left_behind() == []
+    assert list(run.steps()) == [1] and run.has_checkpoint(1) and not run.has_checkpoint(2)
+    assert "interrupted" in run.stderr and "Traceback" not in run.stderr

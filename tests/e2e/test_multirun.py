@@ -1,0 +1,62 @@
+"""Sweeps: one command, one finished run folder for each job, and a failing job that does not stop the others."""
+
+from pathlib import Path
+
+from rlpost.tracking.jsonl import read_jsonl
+from tests.e2e.runs import Run, small
+
+STEP = "trainer.total_training_steps=1"
+
+
+def folders(run: Run) -> dict[str, Path]:
+    """Folders of the jobs by their number."""
+    return {path.name.partition("_")[0]: path for path in (run.cwd / "multirun").glob("*/*/*") if path.is_dir()}
+
+
+def test_sweep_finishes_every_job_in_a_folder_of_its_own(checkpoint, tmp_path):
+    run = Run(tmp_path, "-m", *small(checkpoint, STEP, "algo=ppo,grpo,dapo", "seed=1,2"))
+    assert run.succeed()["finished"] is True
+    jobs = folders(run)
+    assert sorted(jobs) == ["0", "1", "2", "3", "4", "5"]
+    for path in jobs.values():
+        assert (path / "metrics.jsonl").is_file() and (path / "checkpoints/global_step_1/manifest.json").is_file()
+    assert run.stdout.count('"finished": true') == 6
+    assert run.left_behind() == []
+
+
+def test_sweep_goes_on_after_a_failed_job_and_says_so(checkpoint, tmp_path):
+    functions = ",".join(f"tests.e2e.rewards.{name}" for name in ("broken", "nan", "parity"))
+    run = Run(tmp_path, "-m", *small(checkpoint, STEP, f"reward.terms.accuracy.fn={functions}", "data.val_files=null"))
+    assert run.wait() == 1
+    assert run.stdout.count('"finished": true') == 1
+    assert [n for n, path in sorted(folders(run).items()) if (path / "checkpoints").exists()] == ["2"]
+    assert "RewardFailure: 16 of 16 answers could not be scored" in run.stderr
+    assert "reward.max_error_rate=0.5" in run.stderr
+    assert "RuntimeError: the scorer is out of order" in run.stderr and "rewards.py:" in run.stderr
+    assert "reward term 'accuracy' (tests.e2e.rewards.nan): its value is nan" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert run.left_behind() == []
+
+
+def test_dynamic_sampling_that_finds_too_little_ends_the_run_or_trains_on_what_there_is(checkpoint, tmp_path):
+    run = Run(
+        tmp_path,
+        "-m",
+        *small(
+            checkpoint,
+            STEP,
+            "algo=dapo",
+            "algo.filter_groups.max_num_gen_batches=2",
+            "algo.filter_groups.on_exhausted=error,train",
+            "reward.terms.accuracy.fn=tests.e2e.rewards.rare",
+            "data.val_files=null",
+        ),
+    )
+    assert run.wait() == 1
+    assert "BudgetExhausted: dynamic sampling kept 1 of the 4 groups it needs from 8 prompts" in run.stderr
+    for part in ("dropped_all_1: 7", "algo.filter_groups.max_num_gen_batches", "algo.filter_groups.on_exhausted=train"):
+        assert part in run.stderr
+    assert run.stdout.count('"finished": true') == 1
+    (metrics,) = read_jsonl(folders(run)["1"] / "metrics.jsonl")
+    assert metrics["groups/kept"] == 1 and metrics["groups/dropped_all_1"] == 7 and metrics["actor/grad_norm"] > 0
+    assert run.left_behind() == []

@@ -1,0 +1,119 @@
+"""Dynamic sampling inside `ColocatedSource.take`: what is asked for, kept, discarded, and when the budget ends."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from rlpost.algos.algorithm import Algorithm
+from rlpost.algos.config import AlgoConfig, FilterGroupsConfig
+from rlpost.batch import Group, Prompt, Provenance, Status, Trajectory
+from rlpost.metrics import scalars
+from rlpost.trainer.colocated import ColocatedSource
+from rlpost.trainer.source import BudgetExhausted
+
+
+class Stream:
+    """Prompts 0, 1, 2, ..."""
+
+    def __init__(self):
+        self.cursor = 0
+
+    def next(self, n):
+        self.cursor += n
+        return [prompt(i) for i in range(self.cursor - n, self.cursor)]
+
+    def state_dict(self):
+        return {"cursor": self.cursor}
+
+    def load_state_dict(self, state):
+        self.cursor = state["cursor"]
+
+
+class Pool:
+    """Answers both right, or one of the two where `signal(index)`."""
+
+    def __init__(self, signal):
+        self.signal, self.asked = signal, []
+
+    async def run(self, prompts, n, spec):
+        self.asked.append(len(prompts))
+        return [group(p, [1.0, 0.0 if self.signal(p.index) else 1.0]) for p in prompts]
+
+
+def prompt(index):
+    return Prompt(id=f"d/0/{index}", index=index, token_ids=np.arange(2), text="", data_source="d")
+
+
+def group(of, accuracies):
+    trajectories = [
+        Trajectory(
+            token_ids=np.arange(3),
+            provenance=np.array([Provenance.TEMPLATE, Provenance.TEMPLATE, Provenance.MODEL], np.uint8),
+            rollout_logprobs=np.zeros(3, np.float32),
+            versions=np.zeros(3, np.int32),
+            rewards=np.array([0, 0, accuracy], np.float32),
+            status=Status.STOP,
+            sample_id=i,
+            reward_parts={"accuracy": accuracy},
+        )
+        for i, accuracy in enumerate(accuracies)
+    ]
+    return Group(id=of.id, index=of.index, data_source="d", prompt=of, trajectories=trajectories)
+
+
+def source(signal, **changes):
+    filtering = FilterGroupsConfig(**{"enable": True, "max_num_gen_batches": 4} | changes)
+    return ColocatedSource(
+        stream=Stream(),
+        algorithm=Algorithm(AlgoConfig(filter_groups=filtering), updates_per_step=1, max_response_length=4),
+        pool=Pool(signal),
+        trainers=None,
+        sync=None,
+        spec=None,
+        n=2,
+        filter_groups=filtering,
+        sleep=False,
+    )
+
+
+def taken(source, n):
+    return [group.index for group in asyncio.run(source.take(n))]
+
+
+def test_take_keeps_the_first_groups_with_a_signal_in_order_of_issue():
+    half = source(lambda index: index % 2 == 0)
+    assert taken(half, 4) == [0, 2, 4, 6]
+    assert half._pool.asked == [4, 4]  # half of 4 were kept: 2 more need 4 prompts
+    assert scalars(half.metrics()) == {"groups/kept": 4, "groups/dropped_all_1": 4, "groups/surplus": 0}
+    assert taken(half, 4) == [8, 10, 12, 14]
+
+
+def test_take_discards_and_counts_the_surplus():
+    late = source(lambda index: index != 0)
+    assert taken(late, 4) == [1, 2, 3, 4]
+    assert scalars(late.metrics())["groups/surplus"] == 1  # 1 of 4 missing at an acceptance of 3/4: 2 prompts
+
+
+def test_take_without_filter_asks_once_and_keeps_all():
+    plain = source(lambda index: False, enable=False)
+    assert taken(plain, 4) == [0, 1, 2, 3] and plain._pool.asked == [4]
+
+
+def test_budget_is_never_passed_and_its_end_says_what_was_dropped():
+    poor = source(lambda index: index == 3)
+    with pytest.raises(BudgetExhausted, match=r"kept 1 of the 4 groups .* from 16 prompts \(dropped_all_1: 15, kept: 1\)"):
+        taken(poor, 4)
+    assert sum(poor._pool.asked) == 16
+
+
+def test_exhausted_budget_trains_on_what_there_is_only_if_there_is_any():
+    assert taken(source(lambda index: index in (3, 9), on_exhausted="train"), 4) == [3, 9]
+    with pytest.raises(BudgetExhausted, match="kept 0 of the 4"):
+        taken(source(lambda index: False, on_exhausted="train"), 4)
+
+
+def test_probe_does_not_advance_the_stream():
+    half = source(lambda index: True)
+    assert [g.index for g in asyncio.run(half.probe(6))] == [0, 1, 2]
+    assert taken(half, 2) == [0, 1]
