@@ -62,7 +62,9 @@ class Trajectory:
     extras: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        lengths = {len(getattr(self, name)) for name in ("token_ids", "provenance", "rollout_logprobs", "versions", "rewards")}
+        lengths = {
+            len(getattr(self, name)) for name in ("token_ids", "provenance", "rollout_logprobs", "versions", "rewards")
+        }
         assert len(lengths) == 1, f"trajectory columns differ in length: {sorted(lengths)}"
 
     @property

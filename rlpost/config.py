@@ -126,7 +126,9 @@ def to_object(cfg: DictConfig) -> Config:
     """
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
-        raise ValueError(f"{missing[0]} has no value: set it on the command line ({missing[0]}=...) or in an experiment")
+        raise ValueError(
+            f"{missing[0]} has no value: set it on the command line ({missing[0]}=...) or in an experiment"
+        )
     try:
         typed = OmegaConf.to_object(cfg)
     except (OmegaConfBaseException, AttributeError) as error:  # AttributeError: `+key=...` beyond the schema
@@ -165,7 +167,11 @@ def explain_compose_error(message: str) -> str:
     keys = all_keys()
     last = wrong.rpartition(".")[2]
     close = difflib.get_close_matches(wrong, keys, n=3, cutoff=0.6)
-    close += [k for k in keys if k.rpartition(".")[2] in difflib.get_close_matches(last, {k.rpartition(".")[2] for k in keys}, 2, 0.7)]
+    close += [
+        k
+        for k in keys
+        if k.rpartition(".")[2] in difflib.get_close_matches(last, {k.rpartition(".")[2] for k in keys}, 2, 0.7)
+    ]
     names = list(dict.fromkeys(close))[:4]
     hint = "did you mean " + " or ".join(f"'{n}'" for n in names) + "?" if names else f"sections: {', '.join(SECTIONS)}"
     return f"{message.strip()}\n'{wrong}' is not a key of rlpost; {hint}"

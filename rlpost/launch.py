@@ -43,7 +43,9 @@ def launch(execute: Execute) -> None:
     register()
     args = sys.argv[1:]
     if not {arg.partition("=")[0] for arg in args} & (HELP | OTHER_CONFIG):
-        overrides = [a for before, a in zip(["", *args], args, strict=False) if a[0] != "-" and before not in VALUE_FLAGS]
+        overrides = [
+            a for before, a in zip(["", *args], args, strict=False) if a[0] != "-" and before not in VALUE_FLAGS
+        ]
         wrong = check_overrides(overrides)
         if wrong:
             print(f"rlpost: the configuration is wrong\n{wrong}", file=sys.stderr)

@@ -87,7 +87,9 @@ class Platform:
 
     def visible_ids(self) -> list[str]:
         """Identifiers (indices or uuids) of the devices this process may use, in order."""
-        for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if self.kind == "rocm" else ("CUDA_VISIBLE_DEVICES",):
+        for name in (
+            ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if self.kind == "rocm" else ("CUDA_VISIBLE_DEVICES",)
+        ):
             value = os.environ.get(name)
             if value:
                 return value.split(",")
@@ -104,10 +106,18 @@ class Platform:
         """Environment an inference engine needs before it is imported."""
         env = {"TOKENIZERS_PARALLELISM": "false"}
         if engine == "vllm":
-            env |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+            env |= {
+                "VLLM_LOGGING_LEVEL": "WARNING",
+                "VLLM_NO_USAGE_STATS": "1",
+                "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            }
             if self.kind == "cpu":
                 threads = str(max(1, cpu_count() // 2))
-                env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": threads, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+                env |= {
+                    "VLLM_CPU_KVCACHE_SPACE": "1",
+                    "OMP_NUM_THREADS": threads,
+                    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                }
             if self.kind == "cuda":
                 env |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
             if self.kind == "rocm":

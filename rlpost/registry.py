@@ -3,7 +3,7 @@
 import difflib
 import importlib
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -17,7 +17,7 @@ def near(name: str, known: Iterable[str]) -> str:
     return "known: " + (", ".join(known) or "none")
 
 
-def load_dotted(path: str, key: str) -> object:
+def load_dotted(path: str, key: str) -> Any:
     """Import `package.module.name`.
 
     Args:

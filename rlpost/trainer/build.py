@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import signal
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
@@ -33,6 +34,7 @@ from rlpost.workers.rollout.pool import RolloutPool
 from rlpost.workers.rollout.workflow import get_workflow
 from rlpost.workers.weight_sync.base import make_weight_sync
 
+AT_ONCE_S = 1.0  # signals closer together than this are one: `timeout` and terminals send several
 PARITY_LIMIT = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}  # nats, of the engine's dtype
 
 
@@ -107,7 +109,10 @@ def build_evaluator(cfg: Config, facts: Facts) -> Evaluator | None:
 def build_placement(cfg: Config, stack: AsyncExitStack) -> Placement:
     """Reserve the devices of the run."""
     placement = Placement.create(
-        cfg.cluster.nnodes, cfg.cluster.n_gpus_per_node, cfg.rollout.tensor_model_parallel_size, cfg.rollout.num_replicas
+        cfg.cluster.nnodes,
+        cfg.cluster.n_gpus_per_node,
+        cfg.rollout.tensor_model_parallel_size,
+        cfg.rollout.num_replicas,
     )
     stack.callback(placement.remove)
     return placement
@@ -194,7 +199,8 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
     stack.callback(start_ray(cfg.cluster))
     placement = build_placement(cfg, stack)
     pool, workers = await _together(
-        build_pool(cfg, facts, placement, stack), asyncio.to_thread(build_workers, cfg, facts, placement, updates_per_step * total_steps, stack)
+        build_pool(cfg, facts, placement, stack),
+        asyncio.to_thread(build_workers, cfg, facts, placement, updates_per_step * total_steps, stack),
     )
     source = ColocatedSource(
         stream=stream,
@@ -232,11 +238,15 @@ def _stop_on_interrupt(trainer: Trainer, reporter: Reporter) -> Iterator[None]:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
 
+    first: list[float] = []
+
     def handle() -> None:
-        if trainer.stop_requested:
+        if first and time.monotonic() - first[0] > AT_ONCE_S:
             task.cancel()
-        trainer.stop_requested = True
-        reporter.note("interrupted: finishing this step and saving a checkpoint (once more to stop at once)")
+        if not first:
+            first.append(time.monotonic())
+            trainer.stop_requested = True
+            reporter.note("interrupted: finishing this step and saving a checkpoint (once more to stop at once)")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, handle)

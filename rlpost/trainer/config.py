@@ -22,7 +22,9 @@ class TrainerConfig:
     rollout_data_dir: str | None = None  # every rollout as JSONL, one file a step
     logprob_diff_limit: float | None = None  # null: 1e-3 in float32, 0.05 below; mean over a step's tokens, nats
     parity_probe_size: int = 16  # sequences of the probe where old logprobs are not recomputed
-    profile_steps: list[int] = field(default_factory=list)  # torch profiler traces of these steps' training, below <run folder>/profile
+    profile_steps: list[int] = field(
+        default_factory=list
+    )  # torch profiler traces of these steps' training, below <run folder>/profile
 
 
 @dataclass(slots=True, kw_only=True)

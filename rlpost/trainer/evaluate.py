@@ -58,7 +58,12 @@ class Evaluator:
     """
 
     def __init__(
-        self, sets: Mapping[str, list[Prompt]], n: int, spec: SamplingSpec, decode: Callable[[Any], str], batch_size: int | None = None
+        self,
+        sets: Mapping[str, list[Prompt]],
+        n: int,
+        spec: SamplingSpec,
+        decode: Callable[[Any], str],
+        batch_size: int | None = None,
     ):
         self.sets, self._n, self._spec, self._decode, self._batch_size = sets, n, spec, decode, batch_size
 

@@ -44,7 +44,9 @@ def compare(batch: Batch, version: int) -> Parity:
     size = diff.abs()
     return Parity(
         mean=size.mean().item(),
-        p99=torch.quantile(size[torch.randperm(len(size))[: 2**20]], 0.99).item() if len(size) > 2**20 else size.quantile(0.99).item(),
+        p99=torch.quantile(size[torch.randperm(len(size))[: 2**20]], 0.99).item()
+        if len(size) > 2**20
+        else size.quantile(0.99).item(),
         max=size.max().item(),
         signed_mean=diff.mean().item(),
         num_tokens=diff.numel(),
@@ -74,7 +76,9 @@ def likely_cause(parity: Parity, after_push: float | None, other_temperature: di
             "(top-p, top-k, or a vocabulary smaller than the trainer's)"
         )
     if parity.mean < 0.2:
-        return "precision: small and without direction. Compare rollout.dtype with actor.dtype, and the attention kernels"
+        return (
+            "precision: small and without direction. Compare rollout.dtype with actor.dtype, and the attention kernels"
+        )
     return (
         "stale or different weights: pushing them again did not help. Some parameter never reaches the engine (tied "
         "embeddings, adapters), or it loaded another model"

@@ -90,7 +90,9 @@ def inspect(cfg: ModelConfig, cache: Path, seed: int) -> tuple[ModelInfo, PreTra
         ValueError: the checkpoint is not to be had, or its config or tokenizer does not load.
     """
     path = resolve_path(cfg.path, cache, seed)
-    tokenizer_path = resolve_path(cfg.tokenizer_path, cache, seed, "model.tokenizer_path") if cfg.tokenizer_path else path
+    tokenizer_path = (
+        resolve_path(cfg.tokenizer_path, cache, seed, "model.tokenizer_path") if cfg.tokenizer_path else path
+    )
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=cfg.trust_remote_code, **cfg.override_config)
     except (OSError, ValueError) as error:

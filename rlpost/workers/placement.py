@@ -78,6 +78,13 @@ class Placement:
         env |= self.platform.visibility_env(list(self.device_ids[first : first + self.tensor_parallel]))
         return _pin(self.group, first) | {"num_gpus": 0, "runtime_env": {"env_vars": env}}
 
+    def service_options(self) -> dict[str, Any]:
+        """Ray actor options of a service beside the engines, such as a reward model; it sees the first device."""
+        if self.group is None:
+            return {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(self._threads())}}}
+        env = self.platform.visibility_env([self.device_ids[0]])
+        return _pin(self.group, 0) | {"num_gpus": 0, "runtime_env": {"env_vars": env}}
+
     def remove(self) -> None:
         """Give the bundles back."""
         if self.group is not None:

@@ -20,7 +20,7 @@ def parity(prompt: Prompt, answers: Sequence[Answer], hold: str = "", hold_from:
 
 def rare(prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
     """Only the answers to every eighth prompt differ: few groups have a signal."""
-    return parity(prompt, answers) if prompt.index % 8 == 0 else [1.0] * len(answers)
+    return [float(i % 2) if prompt.index % 8 == 0 else 1.0 for i in range(len(answers))]
 
 
 def broken(prompt: Prompt, answers: Sequence[Answer]) -> list[float]:

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from tests.e2e.runs import PARITY, VAL, Run, small
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="no vLLM")

@@ -28,16 +28,24 @@ def group(index, trajectories):
 
 
 def test_collate_flattens_ragged_groups_over_one_cu_seqlens():
-    batch = collate([group(7, [trajectory(2, 1), trajectory(2, 3, 1)]), group(8, [trajectory(1, 1), trajectory(1, 2, 1)])], n=2)
+    batch = collate(
+        [group(7, [trajectory(2, 1), trajectory(2, 3, 1)]), group(8, [trajectory(1, 1), trajectory(1, 2, 1)])], n=2
+    )
     assert batch.cu_seqlens.tolist() == [0, 3, 8, 10, 13]
     assert batch["group"].tolist() == [7, 7, 8, 8]
     assert batch["sample_id"].tolist() == [0, 1, 0, 1]
     assert batch["response_mask"].tolist() == [0, 0, 1, 0, 0, 1, 1, 1, 0, 1, 0, 1, 1]
-    assert batch["versions"][batch["response_mask"]].eq(3).all() and batch["versions"][~batch["response_mask"]].eq(-1).all()
+    assert (
+        batch["versions"][batch["response_mask"]].eq(3).all()
+        and batch["versions"][~batch["response_mask"]].eq(-1).all()
+    )
 
 
 def test_collate_masks_failed_and_partial_trajectories_but_keeps_their_rows():
-    batch = collate([group(0, [trajectory(1, 2, status=Status.REWARD_ERROR), trajectory(1, 2, 1, Status.LENGTH, accuracy=1.0)])], n=2)
+    batch = collate(
+        [group(0, [trajectory(1, 2, status=Status.REWARD_ERROR), trajectory(1, 2, 1, Status.LENGTH, accuracy=1.0)])],
+        n=2,
+    )
     assert batch["response_mask"].tolist() == [False, False, False, False, True, True]
     assert batch["usable"].tolist() == [False, True]
     assert batch["truncated"].tolist() == [False, True]

@@ -19,7 +19,10 @@ def test_registry_refuses_a_second_use_of_a_name():
 def test_registry_miss_names_near_ones_and_failed_imports():
     things: Registry[int] = Registry("policy loss", modules=["rlpost.no_such_module"])
     things.register("ppo_clip")(1)
-    with pytest.raises(ValueError, match="algo.loss_mode=ppo_clp: no such policy loss; did you mean 'ppo_clip'.*rlpost.no_such_module did not import"):
+    with pytest.raises(
+        ValueError,
+        match="algo.loss_mode=ppo_clp: no such policy loss; did you mean 'ppo_clip'.*no_such_module did not import",
+    ):
         things.get("ppo_clp", "algo.loss_mode")
 
 

@@ -8,7 +8,9 @@ import ray
 from ray.actor import ActorHandle
 
 from rlpost.batch import Group, Prompt, Trajectory
+from rlpost.platform import platform
 from rlpost.rewards.config import RewardConfig
+from rlpost.rewards.model import RewardModel
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.placement import Placement
@@ -51,6 +53,7 @@ class RolloutPool:
         self._max_model_len = cfg.max_model_len or max_prompt_length + max_response_length
         self.engines: list[ActorHandle] = []
         self._workers: list[ActorHandle] = []
+        self._reward_model: ActorHandle | None = None
         self._load: list[int] = []
         self._pending: dict[tuple[int, SamplingSpec], list[_Waiting]] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself holds tasks only weakly
@@ -70,14 +73,27 @@ class RolloutPool:
                 ).remote(cfg, self.model, self._max_model_len)
                 for replica in range(self._placement.num_replicas)
             ]
+            if self._reward.reward_model.path is not None:
+                self._reward_model = (
+                    ray.remote(RewardModel)
+                    .options(**self._placement.service_options())
+                    .remote(self._reward.reward_model.path, self._reward.reward_model, platform().device_type)
+                )
+                await _own(self._reward_model.__ray_ready__.remote())
             self._workers = [
                 workflow_class.options(num_cpus=0, max_concurrency=MAX_CONCURRENCY).remote(
-                    cfg, self.model, self._reward, self.engines, self._seed, self._max_response_length
+                    cfg,
+                    self.model,
+                    self._reward,
+                    self.engines,
+                    self._seed,
+                    self._max_response_length,
+                    self._reward_model,
                 )
                 for _ in range(cfg.num_workers)
             ]
             self._load = [0] * len(self._workers)
-            await asyncio.gather(self._all("start"), *(_own(worker.__ray_ready__.remote()) for worker in self._workers))
+            await asyncio.gather(self._all("start"), *(_own(worker.start.remote()) for worker in self._workers))
         except BaseException:
             await self.shutdown()
             raise
@@ -125,9 +141,9 @@ class RolloutPool:
         await asyncio.gather(
             *(asyncio.wait_for(asyncio.wrap_future(w.future()), SHUTDOWN_S) for w in waits), return_exceptions=True
         )
-        for actor in [*self._workers, *self.engines]:
+        for actor in [*self._workers, *self.engines, *([self._reward_model] if self._reward_model else [])]:
             ray.kill(actor)
-        self.engines, self._workers = [], []
+        self.engines, self._workers, self._reward_model = [], [], None
 
     async def _all(self, method: str, *args: Any) -> list[Any]:
         return await asyncio.gather(*(_own(engine.call.remote(method, *args)) for engine in self.engines))

@@ -77,6 +77,7 @@ class WorkflowWorker:
         engines: handles of all `RolloutWorker`s.
         seed: of the run.
         max_response_length: limit of sampled tokens.
+        reward_model: handle of the actor that serves `RewardModel`, if a term asks it.
     """
 
     def __init__(
@@ -87,15 +88,27 @@ class WorkflowWorker:
         engines: Sequence[ActorHandle],
         seed: int,
         max_response_length: int,
+        reward_model: ActorHandle | None = None,
     ):
-        from transformers import AutoTokenizer
-
-        self._workflow = get_workflow(cfg.workflow)
-        self._tokenizer = AutoTokenizer.from_pretrained(model.tokenizer_path)
-        self._scorer = RewardScorer(reward, max_response_length)
+        self._cfg, self._model, self._reward = cfg, model, reward
+        self._max_response_length, self._reward_model = max_response_length, reward_model
         self._router = Router(engines)
         self._seed = seed
         self._num_runs = 0
+
+    async def start(self) -> None:
+        """Load workflow, tokenizer and rewards.
+
+        Raises:
+            ValueError: a workflow or a reward term that the config names cannot be had.
+        """
+        from transformers import AutoTokenizer
+
+        self._workflow = get_workflow(self._cfg.workflow)
+        self._tokenizer = AutoTokenizer.from_pretrained(self._model.tokenizer_path)
+        served = self._reward_model
+        score = None if served is None else (lambda texts: served.score.remote(texts))
+        self._scorer = RewardScorer(self._reward, self._max_response_length, score)
 
     async def run(self, prompts: list[Prompt], n: int, spec: SamplingSpec) -> list[list[Trajectory]]:
         """`n` scored trajectories of each prompt."""

@@ -102,7 +102,9 @@ def test_take_without_filter_asks_once_and_keeps_all():
 
 def test_budget_is_never_passed_and_its_end_says_what_was_dropped():
     poor = source(lambda index: index == 3)
-    with pytest.raises(BudgetExhausted, match=r"kept 1 of the 4 groups .* from 16 prompts \(dropped_all_1: 15, kept: 1\)"):
+    with pytest.raises(
+        BudgetExhausted, match=r"kept 1 of the 4 groups .* from 16 prompts \(dropped_all_1: 15, kept: 1\)"
+    ):
         taken(poor, 4)
     assert sum(poor._pool.asked) == 16
 

@@ -18,7 +18,9 @@ def batch(old, rollout, versions, mask):
 
 
 def test_compare_counts_only_response_tokens_of_the_version():
-    parity = compare(batch([0.0, -1.0, -2.0, -9.0], [5.0, -1.1, -1.8, 0.0], [-1, 4, 4, 3], [False, True, True, True]), 4)
+    parity = compare(
+        batch([0.0, -1.0, -2.0, -9.0], [5.0, -1.1, -1.8, 0.0], [-1, 4, 4, 3], [False, True, True, True]), 4
+    )
     assert parity.num_tokens == 2
     assert parity.mean == pytest.approx(0.15) and parity.max == pytest.approx(0.2)
     assert parity.signed_mean == pytest.approx(0.05)
