@@ -191,7 +191,6 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
     reporter = Reporter(
         Tracking.build(cfg.tracking, run_dir, dataclasses.asdict(cfg), total_steps),
         run_dir,
-        max_error_rate=cfg.reward.max_error_rate,
         decode=facts.decode,
         rollout_dir=Path(cfg.trainer.rollout_data_dir) if cfg.trainer.rollout_data_dir else None,
     )
@@ -211,6 +210,7 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
         spec=facts.spec,
         n=cfg.rollout.n,
         filter_groups=cfg.algo.filter_groups,
+        max_error_rate=cfg.reward.max_error_rate,
         sleep=cfg.rollout.free_cache_engine and platform().kind != "cpu",
     )
     limit = cfg.trainer.logprob_diff_limit

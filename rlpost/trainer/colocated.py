@@ -10,7 +10,7 @@ from rlpost.algos.config import FilterGroupsConfig
 from rlpost.batch import Group, Prompt
 from rlpost.data import PromptStream
 from rlpost.metrics import Metric, Metrics, Reduce
-from rlpost.trainer.source import BudgetExhausted, RolloutSource
+from rlpost.trainer.source import BudgetExhausted, RolloutSource, check_rewards
 from rlpost.workers.group import WorkerGroup
 from rlpost.workers.rollout.base import SamplingSpec
 from rlpost.workers.rollout.pool import RolloutPool
@@ -34,24 +34,26 @@ class ColocatedSource(RolloutSource):
         spec: SamplingSpec,
         n: int,
         filter_groups: FilterGroupsConfig,
+        max_error_rate: float,
         sleep: bool,
     ):
         self._stream, self._algorithm, self._pool = stream, algorithm, pool
         self._trainers, self._sync = trainers, sync
         self._spec, self._n, self._filter = spec, n, filter_groups
-        self._sleep = sleep
+        self._max_error_rate, self._sleep = max_error_rate, sleep
         self._counts: Counter[str] = Counter()
 
     async def take(self, n: int) -> list[Group]:
         """See `RolloutSource.take`. Kept groups beyond `n` are discarded: with staleness 0 they have no later use."""
+        seen: list[Group] = []
         kept: list[Group] = []
-        issued = seen = 0
         budget = n * self._filter.max_num_gen_batches if self._filter.enable else n
-        while len(kept) < n and issued < budget:
-            acceptance = max(0.25, len(kept) / seen) if seen else 1.0
-            ask = min(math.ceil((n - len(kept)) / acceptance), budget - issued)
+        while len(kept) < n and len(seen) < budget:
+            acceptance = max(0.25, len(kept) / len(seen)) if seen else 1.0
+            ask = min(math.ceil((n - len(kept)) / acceptance), budget - len(seen))
             groups = await self._pool.run(self._stream.next(ask), self._n, self._spec)
-            issued, seen = issued + ask, seen + len(groups)
+            seen += groups
+            check_rewards(seen, self._max_error_rate)
             for group in groups:
                 verdict = self._algorithm.keep(group)
                 self._counts["kept" if verdict.keep else f"dropped_{verdict.reason}"] += 1
@@ -62,7 +64,7 @@ class ColocatedSource(RolloutSource):
         if len(kept) < n and (self._filter.on_exhausted == "error" or not kept):
             reasons = ", ".join(f"{k}: {v}" for k, v in sorted(self._counts.items()) if v)
             raise BudgetExhausted(
-                f"dynamic sampling kept {len(kept)} of the {n} groups it needs from {issued} prompts ({reasons}). The task is "
+                f"dynamic sampling kept {len(kept)} of the {n} groups it needs from {len(seen)} prompts ({reasons}). The task is "
                 "too easy or too hard for this model: change the data, raise algo.filter_groups.max_num_gen_batches, or set "
                 "algo.filter_groups.on_exhausted=train to go on with what there is, if there is any"
             )

@@ -12,10 +12,6 @@ from rlpost.tracking.curves import plot_curves
 from rlpost.tracking.tracking import Tracking
 
 
-class RewardFailure(RuntimeError):
-    """Too many scores failed (`reward.max_error_rate`)."""
-
-
 def rollout_metrics(groups: Sequence[Group], batch: Batch) -> Metrics:
     """Rewards and their parts, answer lengths and how they ended, over the step's trajectories."""
     trajectories = [t for g in groups for t in g.trajectories]
@@ -44,7 +40,6 @@ class Reporter:
     Args:
         tracking: the trackers.
         folder: the run folder.
-        max_error_rate: share of failed scores in a step above which the run stops.
         decode: token ids -> text, for rollouts on disk.
         rollout_dir: every rollout as JSONL, one file a step; None: off.
     """
@@ -54,36 +49,21 @@ class Reporter:
         tracking: Tracking,
         folder: Path,
         *,
-        max_error_rate: float,
         decode: Callable[[Any], str],
         rollout_dir: Path | None,
     ):
         self._tracking, self.folder = tracking, folder
-        self._max_error_rate, self.decode, self._rollout_dir = max_error_rate, decode, rollout_dir
+        self.decode, self._rollout_dir = decode, rollout_dir
         self._validations: list[dict[str, float]] = []
         self._first_rows: list[dict[str, Any]] = []
         self._last_rows: list[dict[str, Any]] = []
 
     def step(self, step: int, values: dict[str, float]) -> None:
-        """Log one training step.
-
-        Raises:
-            RewardFailure: more scores failed than `reward.max_error_rate` allows.
-        """
+        """Log one training step."""
         tokens, seconds = values.get("throughput/tokens", 0.0), values.get("timing_s/step", 0.0)
         if seconds:
             values["throughput/tokens_per_s"] = tokens / seconds
         self._tracking.log(step, values)
-
-    def check_rewards(self, groups: Sequence[Group]) -> None:
-        """Stop the run when scoring is broken; the message shows one of the errors."""
-        failed = [t.error for g in groups for t in g.trajectories if t.status is Status.REWARD_ERROR]
-        total = sum(len(g.trajectories) for g in groups)
-        if len(failed) > self._max_error_rate * total:
-            raise RewardFailure(
-                f"{len(failed)} of {total} answers could not be scored, above reward.max_error_rate={self._max_error_rate}; "
-                f"for example: {failed[0]}"
-            )
 
     def validation(self, step: int, report: dict[str, float], rows: list[dict[str, Any]]) -> None:
         """Log one validation with its table of answers."""

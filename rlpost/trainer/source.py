@@ -4,13 +4,32 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from rlpost.batch import Group, Prompt
+from rlpost.batch import Group, Prompt, Status
 from rlpost.metrics import Metrics
 from rlpost.workers.rollout.base import SamplingSpec
 
 
 class BudgetExhausted(RuntimeError):
     """Dynamic sampling spent its budget of prompts before enough groups were kept."""
+
+
+class RewardFailure(RuntimeError):
+    """Too many scores failed (`reward.max_error_rate`)."""
+
+
+def check_rewards(groups: Sequence[Group], max_error_rate: float) -> None:
+    """Stop the run when scoring is broken; to be asked of all groups of a step, before any is dropped.
+
+    Raises:
+        RewardFailure: a larger share of the answers than `max_error_rate` could not be scored; shows one of the errors.
+    """
+    failed = [t.error for g in groups for t in g.trajectories if t.status is Status.REWARD_ERROR]
+    total = sum(len(g.trajectories) for g in groups)
+    if len(failed) > max_error_rate * total:
+        raise RewardFailure(
+            f"{len(failed)} of {total} answers could not be scored, above reward.max_error_rate={max_error_rate}; "
+            f"for example: {failed[0]}"
+        )
 
 
 class RolloutSource(ABC):
@@ -22,6 +41,7 @@ class RolloutSource(ABC):
 
         Raises:
             BudgetExhausted: see `algo.filter_groups`.
+            RewardFailure: see `check_rewards`.
         """
 
     @abstractmethod

@@ -82,7 +82,6 @@ class Trainer:
         with timers("step"):
             with timers("generate"):
                 groups = await self._source.take(self._groups_per_step)
-            self._reporter.check_rewards(groups)
             batch = collate(groups, self._n)
             metrics |= rollout_metrics(groups, batch)
             with timers("infer"):

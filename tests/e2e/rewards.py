@@ -1,5 +1,6 @@
 """Reward functions of the whole runs, found by their dotted path."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,17 +9,32 @@ from rlpost.batch import Prompt
 from rlpost.rewards.base import Answer
 
 
-def parity(prompt: Prompt, answers: Sequence[Answer], hold: str = "", hold_from: int = 0) -> list[float]:
-    """1 where the sum of the token ids is even.
+async def parity(prompt: Prompt, answers: Sequence[Answer], hold: str = "", hold_from: int = 0) -> list[float]:
+    """1 where the sum of the token ids is even; async, so that no process has to be started for it.
 
     Training prompts from the `hold_from`-th on wait for as long as the file `hold` exists: it stops a run at a known point.
     """
-    while hold and prompt.index >= hold_from and not prompt.id.startswith("val.") and Path(hold).exists():
+    while _held(prompt, hold, hold_from):
+        await asyncio.sleep(0.02)
+    return _parity(answers)
+
+
+def parity_apart(prompt: Prompt, answers: Sequence[Answer], hold: str = "", hold_from: int = 0) -> list[float]:
+    """The same in a process of its own."""
+    while _held(prompt, hold, hold_from):
         time.sleep(0.02)
+    return _parity(answers)
+
+
+def _parity(answers: Sequence[Answer]) -> list[float]:
     return [float(sum(answer.token_ids) % 2 == 0) for answer in answers]
 
 
-def rare(prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
+def _held(prompt: Prompt, hold: str, hold_from: int) -> bool:
+    return bool(hold) and prompt.index >= hold_from and not prompt.id.startswith("val.") and Path(hold).exists()
+
+
+async def rare(prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
     """Only the answers to every eighth prompt differ: few groups have a signal."""
     return [float(i % 2) if prompt.index % 8 == 0 else 1.0 for i in range(len(answers))]
 

@@ -26,7 +26,11 @@ def test_sweep_finishes_every_job_in_a_folder_of_its_own(checkpoint, tmp_path):
 
 def test_sweep_goes_on_after_a_failed_job_and_says_so(checkpoint, tmp_path):
     functions = ",".join(f"tests.e2e.rewards.{name}" for name in ("broken", "nan", "parity"))
-    run = Run(tmp_path, "-m", *small(checkpoint, STEP, f"reward.terms.accuracy.fn={functions}", "data.val_files=null"))
+    run = Run(
+        tmp_path,
+        "-m",
+        *small(checkpoint, STEP, "algo=dapo", f"reward.terms.accuracy.fn={functions}", "data.val_files=null"),
+    )
     assert run.wait() == 1
     assert run.stdout.count('"finished": true') == 1
     assert [n for n, path in sorted(folders(run).items()) if (path / "checkpoints").exists()] == ["2"]

@@ -34,6 +34,7 @@ def overrides(checkpoint: Path, engine: str, hold: Path) -> list[str]:
         f"trainer.total_training_steps={NUM_STEPS}",
         "trainer.save_freq=1",
         "trainer.test_freq=2",
+        "reward.terms.accuracy.fn=tests.e2e.rewards.parity_apart",
         f"+reward.terms.accuracy.kwargs.hold={hold}",
         "+reward.terms.accuracy.kwargs.hold_from=20",
         train_size=15,  # several epochs: a step begins in one and ends in the next
@@ -55,13 +56,13 @@ def test_killed_and_resumed_equals_uninterrupted(engine, tolerance, checkpoint, 
     hold = tmp_path / "hold"
     hold.touch()
     killed = Run(tmp_path / "killed", *overrides(checkpoint, engine, hold))
+    whole = Run(tmp_path / "whole", *overrides(checkpoint, engine, tmp_path / "no_hold"))  # beside the other
     killed.wait_until(lambda: killed.has_checkpoint(1))
     killed.kill()
     assert killed.left_behind() == []
     assert not killed.has_checkpoint(NUM_STEPS)
 
     hold.unlink()
-    whole = Run(tmp_path / "whole", *overrides(checkpoint, engine, hold))
     killed.start()
     assert killed.succeed()["steps"] == whole.succeed()["steps"] == NUM_STEPS
 

@@ -30,7 +30,7 @@ def get_workflow(name: str) -> Workflow:
     Raises:
         ValueError: neither.
     """
-    return load_dotted(name, "rollout.workflow") if "." in name else WORKFLOWS.get(name, "rollout.workflow")  # type: ignore[return-value]
+    return load_dotted(name, "rollout.workflow") if "." in name else WORKFLOWS.get(name, "rollout.workflow")
 
 
 def trajectory(prompt_ids: Sequence[int] | np.ndarray, completion: Completion, sample_id: int) -> Trajectory:

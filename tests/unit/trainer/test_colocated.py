@@ -10,7 +10,7 @@ from rlpost.algos.config import AlgoConfig, FilterGroupsConfig
 from rlpost.batch import Group, Prompt, Provenance, Status, Trajectory
 from rlpost.metrics import scalars
 from rlpost.trainer.colocated import ColocatedSource
-from rlpost.trainer.source import BudgetExhausted
+from rlpost.trainer.source import BudgetExhausted, RewardFailure, check_rewards
 
 
 class Stream:
@@ -73,6 +73,7 @@ def source(signal, **changes):
         spec=None,
         n=2,
         filter_groups=filtering,
+        max_error_rate=0.5,
         sleep=False,
     )
 
@@ -113,6 +114,32 @@ def test_exhausted_budget_trains_on_what_there_is_only_if_there_is_any():
     assert taken(source(lambda index: index in (3, 9), on_exhausted="train"), 4) == [3, 9]
     with pytest.raises(BudgetExhausted, match="kept 0 of the 4"):
         taken(source(lambda index: False, on_exhausted="train"), 4)
+
+
+def failing(index):
+    """A group whose answers could not be scored."""
+    failed = group(prompt(index), [0.0, 0.0])
+    for trajectory in failed.trajectories:
+        trajectory.status, trajectory.error = Status.REWARD_ERROR, "out of order"
+    return failed
+
+
+def test_broken_reward_is_named_although_the_filter_would_drop_its_groups():
+    broken = source(lambda index: True)
+
+    async def run(prompts, n, spec):
+        return [failing(p.index) for p in prompts]
+
+    broken._pool.run = run
+    with pytest.raises(RewardFailure, match="8 of 8 answers could not be scored, above reward.max_error_rate=0.5; .*out of order"):
+        taken(broken, 4)
+
+
+def test_few_failed_scores_are_tolerated():
+    groups = [failing(0), group(prompt(1), [1.0, 0.0])]
+    check_rewards(groups, 0.5)
+    with pytest.raises(RewardFailure, match="2 of 4"):
+        check_rewards(groups, 0.4)
 
 
 def test_probe_does_not_advance_the_stream():
