@@ -63,7 +63,7 @@ SECTIONS: dict[str, type] = {
 
 
 def register() -> None:
-    """File the schemas with Hydra: `schema` in every group, `root_schema` for the root; and the resolver `folder_name`."""
+    """File the schemas with Hydra: `schema` in every group, `root_schema` the resolver `folder_name`."""
     OmegaConf.register_new_resolver("folder_name", folder_name, replace=True)
     store = ConfigStore.instance()
     for name, schema in SECTIONS.items():
@@ -81,7 +81,7 @@ def cross_checks(cfg: Config) -> Iterator[str]:
     algo, actor, rollout, data = cfg.algo, cfg.actor, cfg.rollout, cfg.data
     if algo.adv_estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline") and rollout.n < 2:
         yield (
-            f"rollout.n={rollout.n} with algo.adv_estimator={algo.adv_estimator}: a group of one has no baseline and every "
+            f"rollout.n={rollout.n} with algo.adv_estimator={algo.adv_estimator}: one sample has no baseline, every "
             "advantage would be 0. Set rollout.n to 2 or more, or algo=ppo / algo=reinforce_plus_plus"
         )
     for section, role in (("actor", actor), ("critic", cfg.critic)):
@@ -90,7 +90,7 @@ def cross_checks(cfg: Config) -> Iterator[str]:
         if role.ppo_mini_batch_size > data.train_batch_size:
             yield (
                 f"{section}.ppo_mini_batch_size={role.ppo_mini_batch_size} is larger than "
-                f"data.train_batch_size={data.train_batch_size} (both count prompts): lower the first or raise the second"
+                f"data.train_batch_size={data.train_batch_size} (both count prompts): lower it or raise that"
             )
         longest = data.max_prompt_length + data.max_response_length
         if role.ppo_max_token_len_per_gpu * role.ulysses_sequence_parallel_size < longest:
@@ -101,11 +101,11 @@ def cross_checks(cfg: Config) -> Iterator[str]:
             )
     if rollout.max_model_len is not None and rollout.max_model_len < data.max_prompt_length + data.max_response_length:
         yield (
-            f"rollout.max_model_len={rollout.max_model_len} is below data.max_prompt_length + data.max_response_length = "
+            f"rollout.max_model_len={rollout.max_model_len} < data.max_prompt_length + data.max_response_length = "
             f"{data.max_prompt_length + data.max_response_length}"
         )
     if cfg.trainer.critic_warmup and not algo.needs_critic:
-        yield f"trainer.critic_warmup={cfg.trainer.critic_warmup} but algo.adv_estimator={algo.adv_estimator} has no critic"
+        yield f"trainer.critic_warmup={cfg.trainer.critic_warmup}: algo.adv_estimator={algo.adv_estimator} has none"
     if algo.filter_groups.enable and algo.filter_groups.metric not in ("reward", *cfg.reward.terms):
         known = near(algo.filter_groups.metric, ["reward", *cfg.reward.terms])
         yield f"algo.filter_groups.metric={algo.filter_groups.metric}: no such reward term in reward.terms; {known}"

@@ -1,4 +1,4 @@
-"""The one place that knows devices: cpu, cuda or rocm, their visibility variables, uuids, memory and engine settings."""
+"""The one place that knows devices: cpu, cuda, rocm, their visibility variables, uuids, memory and engine settings."""
 
 import functools
 import gc

@@ -1,7 +1,7 @@
 """Generation and evaluation alone: `python -m rlpost.tools.evaluate model=hf model.path=... data=gsm8k reward=number`.
 
-Samples `data.val_files` with `rollout.val_kwargs`, scores the answers, writes them to `<run folder>/answers.jsonl` and prints the
-metrics of each data source as JSON.
+Samples `data.val_files` with `rollout.val_kwargs`, scores the answers, writes them to
+`<run folder>/answers.jsonl` and prints the metrics of each data source as JSON.
 """
 
 import asyncio

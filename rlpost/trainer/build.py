@@ -17,6 +17,7 @@ from rlpost.algos.algorithm import Algorithm
 from rlpost.config import Config
 from rlpost.data import PromptStream, load_val_sets
 from rlpost.platform import RAY_ENV, cpu_count, platform
+from rlpost.rewards.model import RewardModel
 from rlpost.rewards.scorer import RewardScorer
 from rlpost.tracking.tracking import Tracking
 from rlpost.trainer.colocated import ColocatedSource
@@ -73,9 +74,13 @@ def prepare(cfg: Config) -> Facts:
     """
     ENGINES.get(cfg.rollout.name, "rollout.name")
     get_workflow(cfg.rollout.workflow)
-    RewardScorer(cfg.reward, cfg.data.max_response_length).close()
+    cache, judge = Path(cfg.cache_dir).expanduser(), cfg.reward.reward_model
+    if judge.path is not None:
+        judge.path = str(resolve_path(judge.path, cache, cfg.seed, "reward.reward_model.path"))
+    # only checks the terms; of the reward model it wants to know no more than that there is one
+    RewardScorer(cfg.reward, cfg.data.max_response_length, RewardModel.score if judge.path else None).close()
     transformers.utils.logging.disable_progress_bar()
-    info, tokenizer = inspect(cfg.model, Path(cfg.cache_dir).expanduser(), cfg.seed)
+    info, tokenizer = inspect(cfg.model, cache, cfg.seed)
     spec = SamplingSpec(
         temperature=cfg.rollout.temperature,
         max_tokens=cfg.data.max_response_length,

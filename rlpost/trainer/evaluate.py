@@ -12,14 +12,14 @@ Generate = Callable[[Sequence[Prompt], int, SamplingSpec], Awaitable[list[Group]
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased chance that at least one of k samples is right, from n with `correct` right (Chen et al. 2021, eq. 1)."""
+    """Unbiased chance that one or more of k samples is right, from n with `correct` right (Chen et al. 2021, eq. 1)."""
     if n - correct < k:
         return 1.0
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def summarize(groups: Sequence[Group]) -> dict[str, float]:
-    """`accuracy`, `reward`, `response_length`, `truncated`, `error_rate` and, with several samples, `pass@k` of one source.
+    """`accuracy`, `reward`, `response_length`, `truncated`, `error_rate`, with several samples `pass@k`.
 
     Failed scores count in `error_rate` and nowhere else. A sample is right when its `accuracy` part is above 0.5.
     """

@@ -55,7 +55,8 @@ class ParityGate:
             fresh.update(await self._workers.infer("old_logprobs", fresh))
             after_push = compare(fresh, version).mean
         return (
-            f"{NAME}/mean is {parity.mean:.2e} over {parity.num_tokens} tokens of version {version} (p99 {parity.p99:.2e}, "
-            f"max {parity.max:.2e}), above the limit {self.limit:.2e} (trainer.logprob_diff_limit). Likely cause: "
+            f"{NAME}/mean is {parity.mean:.2e} over {parity.num_tokens} tokens of version {version} "
+            f"(p99 {parity.p99:.2e}, max {parity.max:.2e}), "
+            f"above the limit {self.limit:.2e} (trainer.logprob_diff_limit). Likely cause: "
             + likely_cause(parity, after_push, other, self.limit)
         )

@@ -64,12 +64,12 @@ def likely_cause(parity: Parity, after_push: float | None, other_temperature: di
     """
     if after_push is not None and after_push <= limit:
         return (
-            f"stale weights: after pushing the weights again it is {after_push:.2e}. The last update did not reach every "
-            "parameter of the engine"
+            f"stale weights: after pushing the weights again it is {after_push:.2e}. The last update did not reach "
+            "every parameter of the engine"
         )
     for temperature, mean in other_temperature.items():
         if mean <= limit:
-            return f"sampling settings: with temperature {temperature} in the trainer it is {mean:.2e}; the engine samples so"
+            return f"sampling settings: with temperature {temperature} in the trainer it is {mean:.2e}, so the engine's"
     if parity.signed_mean > 0.8 * parity.mean:
         return (
             "sampling settings: the engine's logprobs are higher throughout, as when it renormalises over fewer tokens "

@@ -131,7 +131,7 @@ class SamplingConfig:
         _at_least("rollout.val_kwargs.temperature", self.temperature, 0.0)
         if self.n > 1 and self.temperature == 0.0:
             raise ValueError(
-                f"rollout.val_kwargs.n={self.n} with rollout.val_kwargs.temperature=0: greedy samples are all the same; "
+                f"rollout.val_kwargs.n={self.n} with rollout.val_kwargs.temperature=0: greedy samples are all alike; "
                 "set a temperature above 0 for pass@k, or n=1"
             )
 

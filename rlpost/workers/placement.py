@@ -47,13 +47,14 @@ class Placement:
             )
         if num_replicas is not None and num_replicas * tensor_parallel != num_ranks:
             raise ValueError(
-                f"rollout.num_replicas={num_replicas} x rollout.tensor_model_parallel_size={tensor_parallel} must be the "
+                f"rollout.num_replicas={num_replicas} x rollout.tensor_model_parallel_size={tensor_parallel} make the "
                 f"{num_ranks} GPUs when colocated"
             )
         available = int(ray.cluster_resources().get("GPU", 0))
         if available < num_ranks:
             raise ValueError(
-                f"cluster.nnodes={nnodes} x cluster.n_gpus_per_node={per_node} asks for {num_ranks} GPUs, Ray has {available}"
+                f"cluster.nnodes={nnodes} x cluster.n_gpus_per_node={per_node} asks for {num_ranks} GPUs, "
+                f"Ray has {available}"
             )
         group = placement_group([{"GPU": 1, "CPU": 1}] * num_ranks, strategy="PACK")
         ray.get(group.ready(), timeout=timeout_s)

@@ -34,6 +34,11 @@ def _held(prompt: Prompt, hold: str, hold_from: int) -> bool:
     return bool(hold) and prompt.index >= hold_from and not prompt.id.startswith("val.") and Path(hold).exists()
 
 
+async def constant(prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
+    """All answers alike: no group has a signal."""
+    return [1.0] * len(answers)
+
+
 async def rare(prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
     """Only the answers to every eighth prompt differ: few groups have a signal."""
     return [float(i % 2) if prompt.index % 8 == 0 else 1.0 for i in range(len(answers))]

@@ -24,43 +24,32 @@ def test_sweep_finishes_every_job_in_a_folder_of_its_own(checkpoint, tmp_path):
     assert run.left_behind() == []
 
 
-def test_sweep_goes_on_after_a_failed_job_and_says_so(checkpoint, tmp_path):
-    functions = ",".join(f"tests.e2e.rewards.{name}" for name in ("broken", "nan", "parity"))
-    run = Run(
-        tmp_path,
-        "-m",
-        *small(checkpoint, STEP, "algo=dapo", f"reward.terms.accuracy.fn={functions}", "data.val_files=null"),
-    )
-    assert run.wait() == 1
-    assert run.stdout.count('"finished": true') == 1
-    assert [n for n, path in sorted(folders(run).items()) if (path / "checkpoints").exists()] == ["2"]
-    assert "RewardFailure: 16 of 16 answers could not be scored" in run.stderr
-    assert "reward.max_error_rate=0.5" in run.stderr
-    assert "RuntimeError: the scorer is out of order" in run.stderr and "rewards.py:" in run.stderr
-    assert "reward term 'accuracy' (tests.e2e.rewards.nan): its value is nan" in run.stderr
-    assert "Traceback" not in run.stderr
-    assert run.left_behind() == []
-
-
-def test_dynamic_sampling_that_finds_too_little_ends_the_run_or_trains_on_what_there_is(checkpoint, tmp_path):
+def test_sweep_goes_on_after_failed_jobs_and_says_what_failed(checkpoint, tmp_path):
+    functions = ",".join(f"tests.e2e.rewards.{name}" for name in ("broken", "nan", "constant", "rare"))
     run = Run(
         tmp_path,
         "-m",
         *small(
             checkpoint,
             STEP,
+            f"reward.terms.accuracy.fn={functions}",
             "algo=dapo",
             "algo.filter_groups.max_num_gen_batches=2",
-            "algo.filter_groups.on_exhausted=error,train",
-            "reward.terms.accuracy.fn=tests.e2e.rewards.rare",
+            "algo.filter_groups.on_exhausted=train",
             "data.val_files=null",
         ),
     )
     assert run.wait() == 1
-    assert "BudgetExhausted: dynamic sampling kept 1 of the 4 groups it needs from 8 prompts" in run.stderr
-    for part in ("dropped_all_1: 7", "algo.filter_groups.max_num_gen_batches", "algo.filter_groups.on_exhausted=train"):
-        assert part in run.stderr
+    jobs = folders(run)
+    assert [number for number, path in sorted(jobs.items()) if (path / "checkpoints").exists()] == ["3"]
     assert run.stdout.count('"finished": true') == 1
-    (metrics,) = read_jsonl(folders(run)["1"] / "metrics.jsonl")
+    assert "RewardFailure: 16 of 16 answers could not be scored, above reward.max_error_rate=0.5" in run.stderr
+    assert "RuntimeError: the scorer is out of order" in run.stderr and "rewards.py:" in run.stderr
+    assert "reward term 'accuracy' (tests.e2e.rewards.nan): its value is nan" in run.stderr
+    assert "BudgetExhausted: dynamic sampling kept 0 of the 4 groups it needs from 8 prompts" in run.stderr
+    for part in ("dropped_all_1: 8", "algo.filter_groups.max_num_gen_batches", "algo.filter_groups.on_exhausted=train"):
+        assert part in run.stderr
+    (metrics,) = read_jsonl(jobs["3"] / "metrics.jsonl")  # the budget ended with one group, which is trained on
     assert metrics["groups/kept"] == 1 and metrics["groups/dropped_all_1"] == 7 and metrics["actor/grad_norm"] > 0
+    assert "Traceback" not in run.stderr
     assert run.left_behind() == []

@@ -1,4 +1,4 @@
-"""The parity gate on a real engine and a real trainer rank: silent when all is well, and faults planted one at a time."""
+"""The parity gate on a real engine and a real trainer rank: silent when all is well; faults planted one at a time."""
 
 import asyncio
 import importlib.util

@@ -156,3 +156,27 @@ def test_pool_raises_the_engines_own_errors(info):
             await pool.shutdown()
 
     asyncio.run(main())
+
+
+def test_pool_serves_a_reward_model(info, tmp_path):
+    config = Qwen3Config(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, num_labels=1, pad_token_id=0,
+    )  # fmt: skip
+    Qwen3ForSequenceClassification(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(info.tokenizer_path).save_pretrained(tmp_path)
+    judge = RewardModelConfig(path=str(tmp_path))
+    pool = make_pool(info, reward=RewardConfig(terms={"rm": RewardTermConfig(fn="reward_model")}, reward_model=judge))
+
+    async def body() -> None:
+        (group,) = await pool.run(prompts(1, text="1+2="), 3, contract.spec())
+        tokenizer = AutoTokenizer.from_pretrained(info.tokenizer_path)
+        texts = [
+            group.prompt.text + tokenizer.decode(t.response_ids, skip_special_tokens=True) for t in group.trajectories
+        ]
+        assert [t.reward for t in group.trajectories] == pytest.approx(
+            RewardModel(str(tmp_path), judge).score(texts), rel=1e-4
+        )
+        assert len({t.reward for t in group.trajectories}) > 1
+
+    run(pool, body)

@@ -131,7 +131,9 @@ def test_broken_reward_is_named_although_the_filter_would_drop_its_groups():
         return [failing(p.index) for p in prompts]
 
     broken._pool.run = run
-    with pytest.raises(RewardFailure, match="8 of 8 answers could not be scored, above reward.max_error_rate=0.5; .*out of order"):
+    with pytest.raises(
+        RewardFailure, match="8 of 8 answers could not be scored, above reward.max_error_rate=0.5; .*out of order"
+    ):
         taken(broken, 4)
 
 
