@@ -64,8 +64,8 @@ class ColocatedSource(RolloutSource):
         if len(kept) < n and (self._filter.on_exhausted == "error" or not kept):
             reasons = ", ".join(f"{k}: {v}" for k, v in sorted(self._counts.items()) if v)
             raise BudgetExhausted(
-                f"dynamic sampling kept {len(kept)} of the {n} groups it needs from {len(seen)} prompts ({reasons}). The "
-                "task is too easy or too hard for this model: change the data, raise "
+                f"dynamic sampling kept {len(kept)} of the {n} groups it needs from {len(seen)} prompts ({reasons}). "
+                "The task is too easy or too hard for this model: change the data, raise "
                 "algo.filter_groups.max_num_gen_batches, or set algo.filter_groups.on_exhausted=train to go on with what "
                 "there is, if there is any"
             )

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import ray
 import torch
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 from rlpost.batch import Prompt, Provenance
 from rlpost.platform import RAY_ENV, platform
-from rlpost.rewards.config import RewardConfig, RewardTermConfig
+from rlpost.rewards.config import RewardConfig, RewardModelConfig, RewardTermConfig
+from rlpost.rewards.model import RewardModel
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.placement import Placement
@@ -35,11 +37,16 @@ def info(tmp_path_factory) -> ModelInfo:
     return contract.make_checkpoint(tmp_path_factory.mktemp("model"), tied=True)
 
 
-def make_pool(info: ModelInfo, *, replicas: int = 1, seed: int = 1, **changes) -> RolloutPool:
+LENGTH = RewardConfig(terms={"length": RewardTermConfig(fn="tests.ray.rewards_for_tests.length", weight=2.0)})
+
+
+def make_pool(
+    info: ModelInfo, *, replicas: int = 1, seed: int = 1, reward: RewardConfig = LENGTH, **changes
+) -> RolloutPool:
     return RolloutPool(
         RolloutConfig(**({"name": "hf", "dtype": "float32", "num_workers": 2} | changes)),
         info,
-        RewardConfig(terms={"length": RewardTermConfig(fn="tests.ray.rewards_for_tests.length", weight=2.0)}),
+        reward,
         Placement(num_ranks=1, num_replicas=replicas, tensor_parallel=1, platform=platform()),
         seed=seed,
         max_prompt_length=32,
@@ -164,19 +171,16 @@ def test_pool_serves_a_reward_model(info, tmp_path):
         num_key_value_heads=1, head_dim=16, num_labels=1, pad_token_id=0,
     )  # fmt: skip
     Qwen3ForSequenceClassification(config).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(info.tokenizer_path).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(info.tokenizer_path)
+    tokenizer.save_pretrained(tmp_path)
     judge = RewardModelConfig(path=str(tmp_path))
     pool = make_pool(info, reward=RewardConfig(terms={"rm": RewardTermConfig(fn="reward_model")}, reward_model=judge))
 
     async def body() -> None:
-        (group,) = await pool.run(prompts(1, text="1+2="), 3, contract.spec())
-        tokenizer = AutoTokenizer.from_pretrained(info.tokenizer_path)
-        texts = [
-            group.prompt.text + tokenizer.decode(t.response_ids, skip_special_tokens=True) for t in group.trajectories
-        ]
-        assert [t.reward for t in group.trajectories] == pytest.approx(
-            RewardModel(str(tmp_path), judge).score(texts), rel=1e-4
-        )
-        assert len({t.reward for t in group.trajectories}) > 1
+        (group,) = await pool.run(prompts(1), 3, contract.spec())
+        answers = tokenizer.batch_decode([t.response_ids for t in group.trajectories], skip_special_tokens=True)
+        scores = RewardModel(str(tmp_path), judge).score(answers)
+        assert [t.reward for t in group.trajectories] == pytest.approx(scores, rel=1e-4)
+        assert len(set(scores)) > 1
 
     run(pool, body)
