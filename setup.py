@@ -1,27 +1,29 @@
 """Package metadata. `config/` at the repository root travels in the wheel as `rlpost/_config`.
 
 Upper bounds end at the first untested release of packages that break in minor releases (torch, transformers, the
-engines), else at the next major one. `requirements/cpu.txt` pins what CI runs.
+engines), else at the next major one; lower bounds are the oldest that the CPU lock or a GPU host ran with.
+`requirements/cpu.txt` pins what CI runs.
 """
 
 from setuptools import find_packages, setup
 
 CORE = [
-    "accelerate>=1.10,<2",
+    "accelerate>=1.15,<2",
     "datasets>=5.2,<6",
-    "huggingface-hub>=1.0,<3",
+    "huggingface-hub>=1.33,<3",
     "hydra-core>=1.3.8,<1.4",
-    "numpy>=2.0,<3",
+    "numpy>=2.3,<3",
     "omegaconf>=2.3,<2.4",
-    "peft>=0.18,<1",
-    "psutil>=5.9,<8",
-    "pyarrow>=20,<27",
-    "ray>=2.50,<3",
-    "rich>=14,<16",
-    "safetensors>=0.6.2,<1",
+    "peft>=0.21,<1",
+    "psutil>=7,<8",
+    "pyarrow>=26,<27",
+    "ray>=2.60,<3",
+    "rich>=15,<16",
+    "safetensors>=0.8,<1",
     "tensordict>=0.15.3,<0.16",
+    "tokenizers>=0.22,<0.24",
     "torch>=2.11,<2.14",
-    "transformers>=5.6,<5.20",
+    "transformers>=5.17,<5.20",
 ]
 
 EXTRAS = {
@@ -30,18 +32,18 @@ EXTRAS = {
     "vllm": ["vllm>=0.24,<0.33"],
     "sglang": ["sglang>=0.5.12,<0.6"],
     "rewards": ["math-verify>=0.9,<0.10", "reasoning-gym>=0.1.25,<0.2"],
-    "tracking": ["matplotlib>=3.9,<4", "mlflow-skinny>=3.10,<4", "tensorboard>=2.18,<3", "wandb>=0.25,<1"],
+    "tracking": ["matplotlib>=3.11,<4", "mlflow-skinny>=3.17,<4", "tensorboard>=2.21,<3", "wandb>=0.31,<1"],
     "dev": [
-        "build>=1.2,<2",
-        "gguf>=0.17,<1",
-        "hypothesis>=6.100,<7",
-        "import-linter>=2.5,<3",
-        "mypy>=1.15,<3",
-        "pytest>=8.3,<10",
-        "pytest-timeout>=2.3,<3",
-        "ruff>=0.12,<0.18",
+        "build>=1.6,<2",
+        "gguf>=0.19,<1",
+        "hypothesis>=6.170,<7",
+        "import-linter>=2.17,<3",
+        "mypy>=2,<3",
+        "pytest>=9.2,<10",
+        "pytest-timeout>=2.4,<3",
+        "ruff>=0.17,<0.18",
         "setuptools>=77,<81",
-        "wheel>=0.45,<1",
+        "wheel>=0.48,<1",
     ],
 }
 
