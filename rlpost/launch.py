@@ -1,6 +1,7 @@
 """How every command starts: check the command line, compose, run, and end with a status that says how it went.
 
-0 finished; 1 the run failed; 2 the configuration is wrong; 130 interrupted (a checkpoint was kept).
+0 finished; 1 the run failed; 2 the configuration is wrong; 130 interrupted (with a checkpoint, unless it had to
+stop at once).
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob
 from hydra.errors import CompactHydraException, HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -44,7 +46,9 @@ def launch(execute: Execute) -> None:
     args = sys.argv[1:]
     if not {arg.partition("=")[0] for arg in args} & (HELP | OTHER_CONFIG):
         overrides = [
-            a for before, a in zip(["", *args], args, strict=False) if a[0] != "-" and before not in VALUE_FLAGS
+            a
+            for before, a in zip(["", *args], args, strict=False)
+            if not a.startswith("-") and before not in VALUE_FLAGS
         ]
         wrong = check_overrides(overrides)
         if wrong:
@@ -72,16 +76,20 @@ def check_overrides(overrides: list[str]) -> str | None:
     """Compose once for every choice of every sweep; what is wrong with the first that fails, or None."""
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
+        choices = [_choices(override) for override in parsed if not isinstance(override.value(), Glob)]
     except HydraException as error:
         return str(error)
-    first = [_choices(o)[0] for o in parsed]
-    trials = [first] + [[*first[:i], other, *first[i + 1 :]] for i, o in enumerate(parsed) for other in _choices(o)[1:]]
+    first = [of_one[0] for of_one in choices]
+    trials = [first] + [
+        [*first[:i], other, *first[i + 1 :]] for i, of_one in enumerate(choices) for other in of_one[1:]
+    ]
     for trial in trials:
         try:
             with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
                 to_object(hydra.compose("config", trial))
         except (HydraException, OmegaConfBaseException, ValueError) as error:
-            return explain_compose_error(str(error))
+            cause = f": {error.__cause__}" if "Error merging override" in str(error) else ""  # Hydra keeps it apart
+            return explain_compose_error(f"{error}{cause}")
         finally:
             GlobalHydra.instance().clear()
     return None
@@ -97,7 +105,10 @@ def run(cfg: DictConfig, run_dir: Path, execute: Execute) -> int:
     """Run one configuration in `run_dir`; returns the exit status."""
     try:
         summary = execute(to_object(cfg), run_dir)
-    except ValueError as error:
+    except (
+        ValueError
+    ) as error:  # a mistake in the config, as a rule: its message says all, the trace is kept to be sure
+        (run_dir / "error.txt").write_text(traceback.format_exc())
         print(f"rlpost: {error}", file=sys.stderr)
         return CONFIG_ERROR
     except (KeyboardInterrupt, asyncio.CancelledError):

@@ -81,20 +81,6 @@ class Platform:
         if self.kind != "cpu":
             torch.cuda.reset_peak_memory_stats()
 
-    def free_memory_bytes(self) -> int:
-        """Free memory of the current device as the driver sees it; 0 on CPU."""
-        return 0 if self.kind == "cpu" else torch.cuda.mem_get_info()[0]
-
-    def visible_ids(self) -> list[str]:
-        """Identifiers (indices or uuids) of the devices this process may use, in order."""
-        for name in (
-            ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if self.kind == "rocm" else ("CUDA_VISIBLE_DEVICES",)
-        ):
-            value = os.environ.get(name)
-            if value:
-                return value.split(",")
-        return [str(i) for i in range(self.device_count())]
-
     def visibility_env(self, ids: list[str]) -> dict[str, str]:
         """Environment that shows a process exactly these devices; HIP and CUDA agree on ROCm."""
         if self.kind == "cpu":

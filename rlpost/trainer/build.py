@@ -27,6 +27,7 @@ from rlpost.trainer.gate import ParityGate
 from rlpost.trainer.report import Reporter
 from rlpost.trainer.state import CheckpointStore
 from rlpost.trainer.trainer import Trainer
+from rlpost.workers.config import TrainRoleConfig
 from rlpost.workers.group import WorkerGroup
 from rlpost.workers.model import ModelInfo, inspect, resolve_path
 from rlpost.workers.placement import Placement
@@ -70,7 +71,8 @@ def prepare(cfg: Config) -> Facts:
     """Find what the config names, and read what everyone must know about the model; nothing is started.
 
     Raises:
-        ValueError: the model, its tokenizer, the engine, the workflow or a reward is not to be had.
+        ValueError: the model, its tokenizer, the engine, the workflow or a reward is not to be had, or sequences may grow
+            longer than the model was built for.
     """
     ENGINES.get(cfg.rollout.name, "rollout.name")
     get_workflow(cfg.rollout.workflow)
@@ -81,6 +83,13 @@ def prepare(cfg: Config) -> Facts:
     RewardScorer(cfg.reward, cfg.data.max_response_length, RewardModel.score if judge.path else None).close()
     transformers.utils.logging.disable_progress_bar()
     info, tokenizer = inspect(cfg.model, cache, cfg.seed)
+    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    if longest > info.max_position_embeddings:
+        raise ValueError(
+            f"data.max_prompt_length + data.max_response_length = {longest} tokens, but model.path={cfg.model.path} was "
+            f"built for {info.max_position_embeddings} (max_position_embeddings): lower them, or stretch its positions in "
+            "model.override_config"
+        )
     spec = SamplingSpec(
         temperature=cfg.rollout.temperature,
         max_tokens=cfg.data.max_response_length,
@@ -139,14 +148,30 @@ async def build_pool(cfg: Config, facts: Facts, placement: Placement, stack: Asy
     return pool
 
 
-def build_workers(cfg: Config, facts: Facts, placement: Placement, updates: int, stack: AsyncExitStack) -> WorkerGroup:
-    """Trainer ranks with the roles that the algorithm needs; `updates` is the length of their schedules."""
+def updates_per_step(role: TrainRoleConfig, train_batch_size: int) -> int:
+    """Optimizer updates of one role between two generations: epochs times mini-batches."""
+    return role.ppo_epochs * -(-train_batch_size // role.ppo_mini_batch_size)
+
+
+def count_updates(cfg: Config, total_steps: int) -> dict[str, int]:
+    """Optimizer updates of the whole run for each trained role: the length of its learning rate's schedule."""
+    batch_size = cfg.data.train_batch_size
+    return {
+        "actor": updates_per_step(cfg.actor, batch_size) * max(0, total_steps - cfg.trainer.critic_warmup),
+        "critic": updates_per_step(cfg.critic, batch_size) * total_steps,
+    }
+
+
+def build_workers(
+    cfg: Config, facts: Facts, placement: Placement, total_steps: int, stack: AsyncExitStack
+) -> WorkerGroup:
+    """Trainer ranks with the roles that the algorithm needs, for a run of `total_steps`."""
     cache = Path(cfg.cache_dir).expanduser()
     ref, critic = cfg.ref if cfg.algo.needs_reference else None, cfg.critic if cfg.algo.needs_critic else None
     for role, section in (("ref", ref), ("critic", critic)):
         if section is not None and section.path is not None:
             section.path = str(resolve_path(section.path, cache, cfg.seed, f"{role}.path"))
-    workers = WorkerGroup.create(
+    return WorkerGroup.create(
         facts.model,
         cfg.model,
         cfg.actor,
@@ -154,12 +179,29 @@ def build_workers(cfg: Config, facts: Facts, placement: Placement, updates: int,
         ref=ref,
         critic=critic,
         temperature=cfg.rollout.temperature,
-        total_updates={"actor": updates, "critic": updates},
+        total_updates=count_updates(cfg, total_steps),
         seed=cfg.seed,
         collective_timeout_s=cfg.cluster.collective_timeout_s,
+        on_start=lambda group: stack.callback(group.shutdown),
     )
-    stack.callback(workers.shutdown)
-    return workers
+
+
+async def start_processes(
+    cfg: Config, facts: Facts, total_steps: int, sleep: bool, stack: AsyncExitStack
+) -> tuple[RolloutPool, WorkerGroup]:
+    """Engines and trainer ranks. With accelerators one after the other: an engine measures how much memory it may take,
+    and must not see the trainer take and free some meanwhile. With `sleep` it is asleep at the end."""
+    placement = build_placement(cfg, stack)
+    if platform().kind == "cpu":
+        pool, workers = await _together(
+            build_pool(cfg, facts, placement, stack),
+            asyncio.to_thread(build_workers, cfg, facts, placement, total_steps, stack),
+        )
+        return pool, workers
+    pool = await build_pool(cfg, facts, placement, stack)
+    if sleep:
+        await pool.sleep()
+    return pool, await asyncio.to_thread(build_workers, cfg, facts, placement, total_steps, stack)
 
 
 async def _together(*starting: Awaitable[Any]) -> list[Any]:
@@ -182,16 +224,15 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
     evaluator = build_evaluator(cfg, facts)
     steps_per_epoch = max(1, len(stream) // cfg.data.train_batch_size)
     total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * steps_per_epoch
-    updates_per_step = cfg.actor.ppo_epochs * -(-cfg.data.train_batch_size // cfg.actor.ppo_mini_batch_size)
     algorithm = Algorithm(
         cfg.algo,
-        updates_per_step=updates_per_step,
+        updates_per_step=updates_per_step(cfg.actor, cfg.data.train_batch_size),
         max_response_length=cfg.data.max_response_length,
         critic_warmup=cfg.trainer.critic_warmup,
         cliprange_value=cfg.critic.cliprange_value,
     )
     checkpoints = CheckpointStore(run_dir / "checkpoints", cfg.trainer.max_ckpt_to_keep)
-    checkpoints.find(cfg.trainer.resume)  # a wrong path is an error now, not after the engines have started
+    check_resume(checkpoints, cfg.trainer.resume, total_steps)
 
     reporter = Reporter(
         Tracking.build(cfg.tracking, run_dir, dataclasses.asdict(cfg), total_steps),
@@ -201,11 +242,8 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
     )
     stack.callback(reporter.close)
     stack.callback(start_ray(cfg.cluster))
-    placement = build_placement(cfg, stack)
-    pool, workers = await _together(
-        build_pool(cfg, facts, placement, stack),
-        asyncio.to_thread(build_workers, cfg, facts, placement, updates_per_step * total_steps, stack),
-    )
+    sleep = cfg.rollout.free_cache_engine and platform().kind != "cpu"
+    pool, workers = await start_processes(cfg, facts, total_steps, sleep, stack)
     source = ColocatedSource(
         stream=stream,
         algorithm=algorithm,
@@ -216,17 +254,14 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
         n=cfg.rollout.n,
         filter_groups=cfg.algo.filter_groups,
         max_error_rate=cfg.reward.max_error_rate,
-        sleep=cfg.rollout.free_cache_engine and platform().kind != "cpu",
+        sleep=sleep,
     )
-    limit = cfg.trainer.logprob_diff_limit
-    if limit is None:
-        limit = PARITY_LIMIT[str(platform().dtype(cfg.rollout.dtype)).removeprefix("torch.")]
     trainer = Trainer(
         cfg.trainer,
         algorithm=algorithm,
         source=source,
         workers=workers,
-        gate=ParityGate(workers, limit, cfg.trainer.parity_probe_size, cfg.rollout.n, cfg.rollout.temperature),
+        gate=build_gate(cfg, workers),
         evaluator=evaluator,
         reporter=reporter,
         checkpoints=checkpoints,
@@ -235,6 +270,28 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
         total_steps=total_steps,
     )
     return trainer, reporter
+
+
+def check_resume(checkpoints: CheckpointStore, resume: str, total_steps: int) -> None:
+    """Find out before the engines start, rather than after, that `trainer.resume` leads nowhere.
+
+    Raises:
+        ValueError: no checkpoint at that path, or one beyond the run's last step.
+    """
+    folder = checkpoints.find(resume)
+    if folder is not None and (step := checkpoints.read(folder)["step"]) > total_steps:
+        raise ValueError(
+            f"trainer.resume={resume}: {folder} was written after step {step}, but the run ends at step {total_steps}; "
+            "raise trainer.total_training_steps (or trainer.total_epochs), or start anew with trainer.resume=never"
+        )
+
+
+def build_gate(cfg: Config, workers: WorkerGroup) -> ParityGate:
+    """The parity gate; `trainer.logprob_diff_limit` null means what the engine's dtype allows."""
+    limit = cfg.trainer.logprob_diff_limit
+    if limit is None:
+        limit = PARITY_LIMIT[str(platform().dtype(cfg.rollout.dtype)).removeprefix("torch.")]
+    return ParityGate(workers, limit, cfg.trainer.parity_probe_size, cfg.rollout.n, cfg.rollout.temperature)
 
 
 @contextmanager
@@ -253,10 +310,14 @@ def _stop_on_interrupt(trainer: Trainer, reporter: Reporter) -> Iterator[None]:
             trainer.stop_requested = True
             reporter.note("interrupted: finishing this step and saving a checkpoint (once more to stop at once)")
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
         loop.add_signal_handler(number, handle)
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number, handler in before.items():
             loop.remove_signal_handler(number)
+            signal.signal(
+                number, handler or signal.SIG_DFL
+            )  # those of asyncio and Ray, which still end what was started

@@ -20,7 +20,9 @@ from rlpost.workers.weight_sync.base import WeightSync
 class ColocatedSource(RolloutSource):
     """Generate, sleep, (train,) publish.
 
-    The engine is awake from `publish` to the end of the next `take`; in between the trainer has the memory.
+    With `sleep` the devices' memory belongs to the engine or to the trainer, and moves when the other one needs it:
+    `take` and `probe` leave it with the trainer, `publish` and `evaluate` with the engine. It begins with the trainer:
+    the engine is handed over asleep.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class ColocatedSource(RolloutSource):
         self._trainers, self._sync = trainers, sync
         self._spec, self._n, self._filter = spec, n, filter_groups
         self._max_error_rate, self._sleep = max_error_rate, sleep
+        self._engine_awake = not sleep
         self._counts: Counter[str] = Counter()
 
     async def take(self, n: int) -> list[Group]:
@@ -48,6 +51,7 @@ class ColocatedSource(RolloutSource):
         seen: list[Group] = []
         kept: list[Group] = []
         budget = n * self._filter.max_num_gen_batches if self._filter.enable else n
+        await self._hand_memory_to_engine()
         while len(kept) < n and len(seen) < budget:
             acceptance = max(0.25, len(kept) / len(seen)) if seen else 1.0
             ask = min(math.ceil((n - len(kept)) / acceptance), budget - len(seen))
@@ -73,17 +77,20 @@ class ColocatedSource(RolloutSource):
 
     async def publish(self, version: int) -> Metrics:
         """See `RolloutSource.publish`."""
-        if self._sleep:
+        asleep = not self._engine_awake
+        if asleep:  # the new weights arrive while the trainer's are still there; the KV cache must wait
             await self._trainers.call_async("offload", False, True)
             await self._pool.wake(("weights",))
         metrics = await self._sync.push(version)
-        if self._sleep:
+        if asleep:
             await self._trainers.call_async("offload", True, True)
             await self._pool.wake(("kv_cache",))
+            self._engine_awake = True
         return metrics
 
     async def evaluate(self, prompts: Sequence[Prompt], n: int, spec: SamplingSpec) -> list[Group]:
         """See `RolloutSource.evaluate`."""
+        await self._hand_memory_to_engine()
         return await self._pool.run(prompts, n, spec)
 
     async def probe(self, num_sequences: int) -> list[Group]:
@@ -91,7 +98,10 @@ class ColocatedSource(RolloutSource):
         cursor = self._stream.state_dict()
         prompts = self._stream.next(math.ceil(num_sequences / self._n))
         self._stream.load_state_dict(cursor)
-        return await self._pool.run(prompts, self._n, self._spec)
+        await self._hand_memory_to_engine()
+        groups = await self._pool.run(prompts, self._n, self._spec)
+        await self._hand_memory_to_trainer()  # which is to compute the same tokens' logprobs
+        return groups
 
     def metrics(self) -> Metrics:
         """See `RolloutSource.metrics`."""
@@ -106,11 +116,14 @@ class ColocatedSource(RolloutSource):
         """See `RolloutSource.load_state_dict`."""
         self._stream.load_state_dict(state["stream"])
 
-    async def close(self) -> None:
-        """See `RolloutSource.close`."""
-        await self._pool.shutdown()
-
     async def _hand_memory_to_trainer(self) -> None:
-        if self._sleep:
+        if self._sleep and self._engine_awake:
             await self._pool.sleep()
             await self._trainers.call_async("reload")
+            self._engine_awake = False
+
+    async def _hand_memory_to_engine(self) -> None:
+        if not self._engine_awake:
+            await self._trainers.call_async("offload", True, True)
+            await self._pool.wake(("weights", "kv_cache"))
+            self._engine_awake = True

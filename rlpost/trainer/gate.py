@@ -38,7 +38,7 @@ class ParityGate:
             batch = batch.select(rows)
             batch.update(await self._workers.infer("old_logprobs", batch))
         parity = compare(batch, version)
-        if parity.mean > self.limit:
+        if not parity.mean <= self.limit:  # also where it is not a number
             raise ParityError(await self._explain(parity, batch, version))
         return parity.metrics()
 

@@ -1,5 +1,6 @@
 """The parity gate: trainer and engine must give the same tokens the same logprobs, or the run stops."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +63,11 @@ def likely_cause(parity: Parity, after_push: float | None, other_temperature: di
         other_temperature: trainer temperature -> mean difference on the same tokens.
         limit: nats.
     """
+    if not math.isfinite(parity.mean):
+        return (
+            "weights or kernels that overflow: a logprob is not a finite number. Look at actor/grad_norm of the last "
+            "steps, and compare rollout.dtype with actor.dtype"
+        )
     if after_push is not None and after_push <= limit:
         return (
             f"stale weights: after pushing the weights again it is {after_push:.2e}. The last update did not reach "

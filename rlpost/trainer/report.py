@@ -98,11 +98,11 @@ class Reporter:
                     file.write(json.dumps(row, default=str) + "\n")
 
     def summary(self, step: int, wall_s: float, finished: bool) -> dict[str, Any]:
-        """Before and after, for the last line of standard output."""
+        """Accuracy before the first step (None where that was not validated) and at last; for the last line of output."""
         headline = next((k for k in (self._validations or [{}])[0] if k.endswith("/accuracy")), None)
         scores = [v[headline] for v in self._validations if headline in v] if headline else []
         return {
-            "accuracy_before": scores[0] if scores else None,
+            "accuracy_before": scores[0] if scores and self._validations[0]["step"] == 0 else None,
             "accuracy_after": scores[-1] if scores else None,
             "steps": step,
             "wall_s": round(wall_s, 1),

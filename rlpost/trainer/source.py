@@ -54,7 +54,7 @@ class RolloutSource(ABC):
 
     @abstractmethod
     async def probe(self, num_sequences: int) -> list[Group]:
-        """Groups of the next prompts, without advancing the stream; for the parity gate."""
+        """Groups of the next prompts, without advancing the stream; for the parity gate. The trainer may infer next."""
 
     @abstractmethod
     def metrics(self) -> Metrics:
@@ -67,7 +67,3 @@ class RolloutSource(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """End engines and workers."""

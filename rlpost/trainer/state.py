@@ -19,8 +19,19 @@ class CheckpointStore:
 
     def complete(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        folders = [p for p in self.root.glob(f"{PREFIX}*") if (p / MANIFEST).is_file() and p.suffix != ".tmp"]
-        return sorted(folders, key=lambda p: int(p.name.removeprefix(PREFIX)))
+        folders = [p for p in self.root.glob(f"{PREFIX}*") if (p / MANIFEST).is_file() and _step(p).isdigit()]
+        return sorted(folders, key=lambda p: int(_step(p)))
+
+    def set_aside(self, step: int) -> None:
+        """Rename checkpoints beyond `step` to `*.old`: a run that starts from there writes another future.
+
+        Kept in place they would count as the newest, both for `keep` and for the next resume.
+        """
+        for folder in self.complete():
+            if int(_step(folder)) > step:
+                old = folder.with_suffix(".old")
+                shutil.rmtree(old, ignore_errors=True)
+                os.replace(folder, old)
 
     async def save(self, step: int, state: dict[str, Any], write: Callable[[Path], Awaitable[None]]) -> Path:
         """Write checkpoint `step`: `write(folder)` stores the workers' part, then the manifest makes it complete."""
@@ -63,3 +74,7 @@ class CheckpointStore:
     def read(folder: Path) -> dict[str, Any]:
         """The driver's state in a checkpoint."""
         return json.loads((folder / MANIFEST).read_text())
+
+
+def _step(folder: Path) -> str:
+    return folder.name.removeprefix(PREFIX)

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlpost.algos.algorithm import Algorithm
 from rlpost.batch import collate
-from rlpost.metrics import Metrics, Timers, scalars
+from rlpost.metrics import Metrics, Timers, merge, scalars
 from rlpost.trainer.config import TrainerConfig
 from rlpost.trainer.evaluate import Evaluator
 from rlpost.trainer.gate import ParityGate
@@ -23,7 +23,7 @@ class Trainer:
         cfg: the `trainer` section.
         algorithm: what to infer, keep, compute and train.
         source: scored groups in, new weights out.
-        workers: the trainer ranks; `workers.role(name)` is the actor, the reference or the critic.
+        workers: the trainer ranks, with the roles that the algorithm needs.
         gate: compares the engine's logprobs with the trainer's.
         evaluator: validation, or None without validation sets.
         reporter: metrics, tables and rollouts to the trackers and the run folder.
@@ -59,6 +59,7 @@ class Trainer:
         """Train to `total_steps`, or until `stop_requested`; returns the summary that `main` prints."""
         start = time.perf_counter()
         resumed = await self._resume()
+        self._checkpoints.set_aside(self.step)
         await self._source.publish(self.step)
         await self._gate.probe(self._source, self.step)
         if self._cfg.val_before_train and not resumed:
@@ -94,7 +95,8 @@ class Trainer:
             with timers("train"):
                 await self._profile("start_profile")
                 for role in self._algorithm.trains(self.step):
-                    metrics |= await self._workers.train(role, batch, self._algorithm, self.step)
+                    trained = await self._workers.train(role, batch, self._algorithm, self.step)
+                    metrics = merge([metrics, trained])  # what both roles report, such as memory, is reduced
                 await self._profile("stop_profile", self._reporter.folder / "profile" / f"step_{self.step}")
             with timers("publish"):
                 metrics |= await self._source.publish(version=self.step)

@@ -54,6 +54,9 @@ class OptimConfig:
         _one_of("optim.lr_scheduler_type", self.lr_scheduler_type, ("constant", "linear", "cosine"))
         if self.lr <= 0:
             raise ValueError(f"optim.lr={self.lr}: must be > 0")
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"optim.betas={self.betas}: expected two numbers in [0, 1)")
+        _at_least("optim.lr_warmup_steps", self.lr_warmup_steps, 0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,6 +93,10 @@ class TrainRoleConfig:
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         for key in ("ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", "ulysses_sequence_parallel_size"):
             _at_least(key, getattr(self, key), 1)
+        if not self.grad_clip > 0:
+            raise ValueError(
+                f"grad_clip={self.grad_clip}: must be > 0, the largest norm of a gradient (.inf: no clipping)"
+            )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -164,7 +171,15 @@ class RolloutConfig:
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
 
     def __post_init__(self) -> None:
-        _at_least("rollout.n", self.n, 1)
+        for key in ("n", "tensor_model_parallel_size", "num_replicas", "num_workers", "max_num_seqs"):
+            _at_least(f"rollout.{key}", getattr(self, key), 1)
+        for key in (
+            "max_num_batched_tokens",
+            "update_weights_bucket_megabytes",
+            "startup_timeout_s",
+            "request_timeout_s",
+        ):
+            _at_least(f"rollout.{key}", getattr(self, key), 1)
         if self.temperature <= 0:
             raise ValueError(f"rollout.temperature={self.temperature}: training needs a temperature above 0")
         if self.top_p != 1.0 or self.top_k != -1:

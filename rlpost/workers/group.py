@@ -1,7 +1,7 @@
 """`WorkerGroup`: the driver's handle of the trainer ranks."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -43,6 +43,7 @@ class WorkerGroup:
         total_updates: dict[str, int] | None = None,
         seed: int = 0,
         collective_timeout_s: float = 1800.0,
+        on_start: Callable[["WorkerGroup"], object] | None = None,
     ) -> "WorkerGroup":
         """Start one Ray actor for each rank of `placement` and load the models.
 
@@ -54,6 +55,7 @@ class WorkerGroup:
             total_updates: optimizer updates of the run by role, for learning rates that decay.
             seed: of shuffles and of weights that no checkpoint has.
             collective_timeout_s: after which a rank that waits for another gives up.
+            on_start: gets the group before it loads the models, so that a caller in another thread can end it.
         """
         setup = WorkerSetup(
             model=model,
@@ -69,6 +71,8 @@ class WorkerGroup:
         actor_class = ray.remote(ModelWorker)
         workers = [actor_class.options(**placement.trainer_options(rank)).remote(rank, size) for rank in range(size)]
         group = WorkerGroup(workers, setup)
+        if on_start is not None:
+            on_start(group)
         try:
             address = ray.get(workers[0].rendezvous.remote())
             group.call("connect", address, collective_timeout_s)

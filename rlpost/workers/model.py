@@ -1,8 +1,9 @@
 """From `model.*` to files on disk and the facts that trainer, engine and data must agree on."""
 
 import fcntl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
@@ -22,7 +23,8 @@ class ModelInfo:
         vocab_size: ids that may be sampled: 0..vocab_size-1, the tokenizer's.
         embedding_size: rows of the embedding; larger than `vocab_size` when the checkpoint pads it.
         stop_token_ids: ids that end an answer: EOS of the tokenizer and of the generation config.
-        max_position_embeddings: longest sequence the model was built for.
+        max_position_embeddings: longest sequence the model was built for; 2**31 where its positions are stretched.
+        trust_remote_code, override_config: of the `model` section, for whoever loads the checkpoint.
     """
 
     path: str
@@ -31,6 +33,8 @@ class ModelInfo:
     embedding_size: int
     stop_token_ids: tuple[int, ...]
     max_position_embeddings: int
+    trust_remote_code: bool = False
+    override_config: dict[str, Any] = field(default_factory=dict)
 
 
 def resolve_path(path: str, cache: Path, seed: int, key: str = "model.path") -> Path:
@@ -109,6 +113,16 @@ def inspect(cfg: ModelConfig, cache: Path, seed: int) -> tuple[ModelInfo, PreTra
         vocab_size=min(len(tokenizer), text.vocab_size),
         embedding_size=text.vocab_size,
         stop_token_ids=tuple(sorted(stops)),
-        max_position_embeddings=getattr(text, "max_position_embeddings", 2**31),
+        max_position_embeddings=_longest(text),
+        trust_remote_code=cfg.trust_remote_code,
+        override_config=cfg.override_config,
     )
     return info, tokenizer
+
+
+def _longest(text_config: Any) -> int:
+    """Tokens of the longest sequence; how far a rotary embedding other than the plain one reaches is its own affair."""
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    kinds = {part.get("rope_type", "default") for part in [rope, *rope.values()] if isinstance(part, dict)}
+    plain = kinds <= {"default"}
+    return (getattr(text_config, "max_position_embeddings", None) if plain else None) or 2**31

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -57,7 +58,14 @@ class Placement:
                 f"Ray has {available}"
             )
         group = placement_group([{"GPU": 1, "CPU": 1}] * num_ranks, strategy="PACK")
-        ray.get(group.ready(), timeout=timeout_s)
+        try:
+            ray.get(group.ready(), timeout=timeout_s)
+        except GetTimeoutError as error:
+            remove_placement_group(group)
+            raise RuntimeError(
+                f"cluster.nnodes={nnodes} x cluster.n_gpus_per_node={per_node}: {num_ranks} GPUs with a CPU core each did "
+                f"not become free within {timeout_s:g} s; Ray has {ray.available_resources()} left"
+            ) from error
         ids = tuple(ray.get([_bundle_device.options(**_pin(group, i), num_gpus=1).remote() for i in range(num_ranks)]))
         return Placement(num_ranks, num_ranks // tensor_parallel, tensor_parallel, here, group, ids)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from rlpost.batch import Status
 from rlpost.platform import platform
@@ -28,6 +28,11 @@ class HFEngine(RolloutEngine):
     def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int):
         if cfg.engine_kwargs:
             raise ValueError(f"rollout.engine_kwargs.{next(iter(cfg.engine_kwargs))}: the hf engine takes no arguments")
+        if cfg.tensor_model_parallel_size != 1:
+            raise ValueError(
+                f"rollout.tensor_model_parallel_size={cfg.tensor_model_parallel_size}: the hf engine runs on one "
+                "device; set it to 1 or use rollout=vllm"
+            )
         self._cfg, self._info, self._max_model_len = cfg, model, max_model_len
         self._model: Any = None
         self._reader = BucketReader(platform().device())
@@ -42,7 +47,14 @@ class HFEngine(RolloutEngine):
 
     async def start(self) -> None:
         """See `RolloutEngine.start`."""
-        model = AutoModelForCausalLM.from_pretrained(self._info.path, dtype=platform().dtype(self._cfg.dtype))
+        info = self._info
+        config = AutoConfig.from_pretrained(info.path, trust_remote_code=info.trust_remote_code, **info.override_config)
+        model = AutoModelForCausalLM.from_pretrained(
+            info.path,
+            config=config,
+            dtype=platform().dtype(self._cfg.dtype),
+            trust_remote_code=info.trust_remote_code,
+        )
         self._model = model.eval().requires_grad_(False).to(platform().device())
 
     async def generate(

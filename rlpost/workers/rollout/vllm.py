@@ -34,6 +34,8 @@ from rlpost.workers.rollout.processes import Guard, ProcessLog, children, end
 _RESERVED = {
     "model": "model.path",
     "tokenizer": "model.tokenizer_path",
+    "trust_remote_code": "model.trust_remote_code",
+    "hf_overrides": "model.override_config",
     "dtype": "rollout.dtype",
     "tensor_parallel_size": "rollout.tensor_model_parallel_size",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
@@ -340,6 +342,8 @@ def engine_arguments(cfg: RolloutConfig, model: ModelInfo, max_model_len: int, a
         "model": model.path,
         "tokenizer": model.tokenizer_path,
         "skip_tokenizer_init": True,
+        "trust_remote_code": model.trust_remote_code,
+        "hf_overrides": model.override_config,
         "dtype": str(here.dtype(cfg.dtype)).removeprefix("torch."),
         "max_model_len": max_model_len,
         "max_num_seqs": cfg.max_num_seqs,
@@ -355,6 +359,11 @@ def engine_arguments(cfg: RolloutConfig, model: ModelInfo, max_model_len: int, a
     }
     if cfg.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = cfg.max_num_batched_tokens
+    elif here.kind == "cpu":
+        arguments["max_num_batched_tokens"] = max(4096, max_model_len)
+    if here.kind == "cpu":
+        # A request whose prompt is cut has its generator set back, which CPU generators cannot: the engine would die.
+        arguments["enable_chunked_prefill"] = False
     if model.embedding_size > model.vocab_size:
         arguments["logits_processors"] = ["rlpost.workers.rollout.vllm_extension:VocabMask"]
         arguments["additional_config"] = {"rlpost_vocab_size": model.vocab_size}

@@ -105,7 +105,9 @@ class WorkflowWorker:
         from transformers import AutoTokenizer
 
         self._workflow = get_workflow(self._cfg.workflow)
-        self._tokenizer = AutoTokenizer.from_pretrained(self._model.tokenizer_path)
+        self._tokenizer = AutoTokenizer.from_pretrained(
+            self._model.tokenizer_path, trust_remote_code=self._model.trust_remote_code
+        )
         served = self._reward_model
         score = None if served is None else (lambda texts: served.score.remote(texts))
         self._scorer = RewardScorer(self._reward, self._max_response_length, score)
@@ -196,7 +198,8 @@ class Router:
         try:
             results = await self._engines[replica].generate.remote([request for request, _ in share])
             for (_, future), result in zip(share, results, strict=True):
-                future.set_result(result)
+                if not future.done():  # a workflow may have given up waiting
+                    future.set_result(result)
         except Exception as error:  # whatever it was, whoever waits must hear of it
             for _, future in share:
                 if not future.done():
