@@ -6,6 +6,7 @@ stop at once).
 
 import asyncio
 import json
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -66,6 +67,7 @@ def launch(execute: Execute) -> None:
         if status:
             sys.exit(status)
 
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))  # both end what was started
     try:
         job()
     except KeyboardInterrupt:

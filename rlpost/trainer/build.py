@@ -71,8 +71,8 @@ def prepare(cfg: Config) -> Facts:
     """Find what the config names, and read what everyone must know about the model; nothing is started.
 
     Raises:
-        ValueError: the model, its tokenizer, the engine, the workflow or a reward is not to be had, or sequences may grow
-            longer than the model was built for.
+        ValueError: the model, its tokenizer, the engine, the workflow or a reward is not to be had, or sequences may
+            grow longer than the model was built for.
     """
     ENGINES.get(cfg.rollout.name, "rollout.name")
     get_workflow(cfg.rollout.workflow)
@@ -86,9 +86,9 @@ def prepare(cfg: Config) -> Facts:
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     if longest > info.max_position_embeddings:
         raise ValueError(
-            f"data.max_prompt_length + data.max_response_length = {longest} tokens, but model.path={cfg.model.path} was "
-            f"built for {info.max_position_embeddings} (max_position_embeddings): lower them, or stretch its positions in "
-            "model.override_config"
+            f"data.max_prompt_length + data.max_response_length = {longest} tokens, but model.path={cfg.model.path} "
+            f"was built for {info.max_position_embeddings} (max_position_embeddings): lower them, or stretch its "
+            "positions in model.override_config"
         )
     spec = SamplingSpec(
         temperature=cfg.rollout.temperature,
@@ -106,7 +106,9 @@ def start_ray(cfg: ClusterConfig) -> Callable[[], None]:
         arguments |= {"address": "local", "num_cpus": max(4, cpu_count()), "include_dashboard": False}
     else:
         arguments["address"] = cfg.address
+    on_terminate = signal.getsignal(signal.SIGTERM)
     ray.init(**(arguments | cfg.ray_init_kwargs))
+    signal.signal(signal.SIGTERM, on_terminate or signal.SIG_DFL)  # Ray's own would abort, and end nothing
     return ray.shutdown
 
 

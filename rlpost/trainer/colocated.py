@@ -70,8 +70,8 @@ class ColocatedSource(RolloutSource):
             raise BudgetExhausted(
                 f"dynamic sampling kept {len(kept)} of the {n} groups it needs from {len(seen)} prompts ({reasons}). "
                 "The task is too easy or too hard for this model: change the data, raise "
-                "algo.filter_groups.max_num_gen_batches, or set algo.filter_groups.on_exhausted=train to go on with what "
-                "there is, if there is any"
+                "algo.filter_groups.max_num_gen_batches, or set algo.filter_groups.on_exhausted=train to go on with "
+                "what there is, if there is any"
             )
         return kept[:n]
 

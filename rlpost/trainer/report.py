@@ -98,7 +98,7 @@ class Reporter:
                     file.write(json.dumps(row, default=str) + "\n")
 
     def summary(self, step: int, wall_s: float, finished: bool) -> dict[str, Any]:
-        """Accuracy before the first step (None where that was not validated) and at last; for the last line of output."""
+        """Accuracy before the first step (None if that was not validated) and at last; the last line of output."""
         headline = next((k for k in (self._validations or [{}])[0] if k.endswith("/accuracy")), None)
         scores = [v[headline] for v in self._validations if headline in v] if headline else []
         return {

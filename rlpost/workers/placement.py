@@ -63,8 +63,8 @@ class Placement:
         except GetTimeoutError as error:
             remove_placement_group(group)
             raise RuntimeError(
-                f"cluster.nnodes={nnodes} x cluster.n_gpus_per_node={per_node}: {num_ranks} GPUs with a CPU core each did "
-                f"not become free within {timeout_s:g} s; Ray has {ray.available_resources()} left"
+                f"cluster.nnodes={nnodes} x cluster.n_gpus_per_node={per_node}: {num_ranks} GPUs with a CPU core each "
+                f"did not become free within {timeout_s:g} s; Ray has {ray.available_resources()} left"
             ) from error
         ids = tuple(ray.get([_bundle_device.options(**_pin(group, i), num_gpus=1).remote() for i in range(num_ranks)]))
         return Placement(num_ranks, num_ranks // tensor_parallel, tensor_parallel, here, group, ids)

@@ -1,11 +1,8 @@
 """One tiny checkpoint for all whole runs."""
 
-import os
 from pathlib import Path
 
 import pytest
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

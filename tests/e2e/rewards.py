@@ -12,7 +12,8 @@ from rlpost.rewards.base import Answer
 async def parity(prompt: Prompt, answers: Sequence[Answer], hold: str = "", hold_from: int = 0) -> list[float]:
     """1 where the sum of the token ids is even; async, so that no process has to be started for it.
 
-    Training prompts from the `hold_from`-th on wait for as long as the file `hold` exists: it stops a run at a known point.
+    Training prompts from the `hold_from`-th on wait for as long as the file `hold` exists, and `hold`.reached says that
+    one waits: this stops a run at a known point.
     """
     while _held(prompt, hold, hold_from):
         await asyncio.sleep(0.02)
@@ -31,7 +32,10 @@ def _parity(answers: Sequence[Answer]) -> list[float]:
 
 
 def _held(prompt: Prompt, hold: str, hold_from: int) -> bool:
-    return bool(hold) and prompt.index >= hold_from and not prompt.id.startswith("val.") and Path(hold).exists()
+    if not hold or prompt.index < hold_from or prompt.id.startswith("val.") or not Path(hold).exists():
+        return False
+    Path(f"{hold}.reached").touch()
+    return True
 
 
 async def constant(prompt: Prompt, answers: Sequence[Answer]) -> list[float]:

@@ -49,10 +49,6 @@ def execute(checkpoint):
             runner.run(stack.aclose())
 
 
-def test_there_are_ten_algorithms():
-    assert len(ALGORITHMS) == 10
-
-
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_algorithm_makes_a_step(name, execute, checkpoint, tmp_path):
     cfg = compose(

@@ -1,4 +1,4 @@
-"""Mistakes of the user: the exit status says whose fault it is, one message names key, row or file, and nothing hangs."""
+"""Mistakes of the user: the exit status says whose fault it is, a message names key, row or file, and nothing hangs."""
 
 import json
 import shutil

@@ -1,10 +1,14 @@
-"""Ctrl-C and SIGTERM: the step in progress is finished and saved; a second one ends the run at once."""
+"""Ctrl-C and SIGTERM: the step in progress is finished and saved; a second one ends the run at once, as does any before
+training has begun."""
 
+import importlib.util
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
+from rlpost.trainer.build import AT_ONCE_S
 from tests.e2e.runs import Run, small
 
 
@@ -15,23 +19,25 @@ def hold(tmp_path: Path) -> Path:
     return tmp_path / "hold"
 
 
-def overrides(checkpoint: Path, hold: Path) -> list[str]:
+def overrides(checkpoint: Path, hold: Path, *changes: str) -> list[str]:
     return small(
         checkpoint,
+        *changes,
         "trainer.total_training_steps=50",
         f"+reward.terms.accuracy.kwargs.hold={hold}",
         "+reward.terms.accuracy.kwargs.hold_from=4",
     )
 
 
-def reach_step_2(run: Run) -> None:
-    run.wait_until(lambda: (run.folder / "metrics.jsonl").is_file() and 1 in run.steps())
+def reach_step_2(run: Run, hold: Path) -> None:
+    run.wait_until(lambda: hold.with_suffix(".reached").exists())
     assert any("raylet" in process for process in run.processes())  # Ray's processes are told by their folder
 
 
 def test_ctrl_c_finishes_the_step_and_keeps_a_checkpoint(checkpoint, hold, tmp_path):
-    run = Run(tmp_path / "a", *overrides(checkpoint, hold))
-    reach_step_2(run)
+    engine = "vllm" if importlib.util.find_spec("vllm") else "hf"  # the engine's processes get the signal as well
+    run = Run(tmp_path / "a", *overrides(checkpoint, hold, f"rollout={engine}"))
+    reach_step_2(run, hold)
     run.signal(signal.SIGINT)
     run.wait_until(lambda: "finishing this step" in run.stderr)
     hold.unlink()
@@ -45,7 +51,7 @@ def test_ctrl_c_finishes_the_step_and_keeps_a_checkpoint(checkpoint, hold, tmp_p
 def test_sigterm_ends_a_sweep_after_the_step(checkpoint, hold, tmp_path):
     sweep = ["seed=1,2", f"hydra.sweep.dir={tmp_path}/a", "hydra.sweep.subdir=run"]
     run = Run(tmp_path / "a", "-m", *overrides(checkpoint, hold), *sweep)
-    reach_step_2(run)
+    reach_step_2(run, hold)
     run.process.send_signal(signal.SIGTERM)
     run.wait_until(lambda: "finishing this step" in run.stderr)
     hold.unlink()
@@ -59,11 +65,22 @@ def test_sigterm_ends_a_sweep_after_the_step(checkpoint, hold, tmp_path):
 
 def test_second_ctrl_c_ends_the_run_at_once(checkpoint, hold, tmp_path):
     run = Run(tmp_path / "a", *overrides(checkpoint, hold), "trainer.save_freq=1")
-    reach_step_2(run)
+    reach_step_2(run, hold)
     run.signal(signal.SIGINT)
     run.wait_until(lambda: "finishing this step" in run.stderr)
+    run.signal(signal.SIGINT)  # too soon: one Ctrl-C may arrive twice
+    time.sleep(AT_ONCE_S)
     run.signal(signal.SIGINT)
     assert run.wait(60.0) == 130
     assert run.left_behind() == []
     assert list(run.steps()) == [1] and run.has_checkpoint(1) and not run.has_checkpoint(2)
     assert "interrupted" in run.stderr and "Traceback" not in run.stderr
+
+
+def test_ctrl_c_while_starting_leaves_nothing(checkpoint, hold, tmp_path):
+    run = Run(tmp_path / "a", *overrides(checkpoint, hold))
+    run.wait_until(lambda: any("ModelWorker" in process for process in run.processes()))
+    run.signal(signal.SIGINT)
+    assert run.wait(60.0) == 130
+    assert run.left_behind() == []
+    assert run.stderr == "rlpost: interrupted\n"

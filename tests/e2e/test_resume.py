@@ -57,7 +57,8 @@ def test_killed_and_resumed_equals_uninterrupted(engine, tolerance, checkpoint, 
     hold.touch()
     killed = Run(tmp_path / "killed", *overrides(checkpoint, engine, hold))
     whole = Run(tmp_path / "whole", *overrides(checkpoint, engine, tmp_path / "no_hold"))  # beside the other
-    killed.wait_until(lambda: killed.has_checkpoint(1))
+    killed.wait_until(lambda: (tmp_path / "hold.reached").exists())
+    assert killed.has_checkpoint(1)
     killed.kill()
     assert killed.left_behind() == []
     assert not killed.has_checkpoint(NUM_STEPS)

@@ -36,7 +36,9 @@ def engine_environment(monkeypatch):
 
 
 def config(name: str, **changes) -> RolloutConfig:
-    return RolloutConfig(name=name, dtype="float32", max_num_seqs=64, max_num_batched_tokens=512, startup_timeout_s=120.0, **changes)
+    return RolloutConfig(
+        name=name, dtype="float32", max_num_seqs=64, max_num_batched_tokens=512, startup_timeout_s=120.0, **changes
+    )
 
 
 def make_engine(name: str, folder: Path, *, tied: bool, **changes) -> tuple[RolloutEngine, contract.Trainer]:

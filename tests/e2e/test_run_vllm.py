@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import PARITY, VAL, Run, small
+from tests.e2e.runs import VAL, Run, small
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="no vLLM")
 
 NUM_STEPS, BATCH, N = 3, 4, 4
+REWARD = "reward.terms.accuracy.fn=tests.e2e.rewards.parity_apart"
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +22,7 @@ def run(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         *small(
             checkpoint,
             "rollout=vllm",
+            REWARD,
             "algo=grpo",
             "tracking=default",
             "actor.ppo_mini_batch_size=2",
@@ -104,7 +106,7 @@ def test_export_evaluates_to_the_last_validation(run, tmp_path):
         "model=hf",
         f"model.path={run.folder}/hf",
         f"data.val_files.addition='{VAL}'",
-        f"reward.terms.accuracy.fn={PARITY}",
+        REWARD,
         module="rlpost.tools.evaluate",
     )
     report = evaluation.succeed()

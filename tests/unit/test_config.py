@@ -88,6 +88,16 @@ def test_wrong_key_inside_a_sweep_is_found_before_anything_runs():
         (["model=hf"], ["model.path"]),
         (["algo.clip_ratio_c=0.5"], ["algo.clip_ratio_c"]),
         (["rollout.temperature=0"], ["rollout.temperature"]),
+        (["rollout.num_workers=0"], ["rollout.num_workers=0"]),
+        (["trainer.max_ckpt_to_keep=0"], ["trainer.max_ckpt_to_keep=0"]),
+        (["trainer.total_training_steps=0"], ["trainer.total_training_steps=0"]),
+        (["trainer.parity_probe_size=0"], ["trainer.parity_probe_size=0"]),
+        (["trainer.logprob_diff_limit=0"], ["trainer.logprob_diff_limit=0"]),
+        (["trainer.name=fully_async"], ["trainer.name=fully_async", "colocated"]),
+        (["cluster.n_gpus_per_node=0"], ["cluster.n_gpus_per_node=0"]),
+        (["actor.grad_clip=0"], ["grad_clip=0", ".inf"]),
+        (["actor.optim.betas=[0.9]"], ["optim.betas=[0.9]"]),
+        (["+reward.terms.mine.fn=a.b"], ["reward.terms.mine.fn", "RewardTermConfig"]),
     ],
 )
 def test_rules_name_the_keys_and_the_fix(overrides, names):
@@ -95,6 +105,19 @@ def test_rules_name_the_keys_and_the_fix(overrides, names):
     assert message is not None
     for name in names:
         assert name in message
+
+
+def test_a_reward_of_ones_own_is_named_on_the_command_line():
+    assert compose("reward.terms.accuracy.fn=my_rewards.score").reward.terms["accuracy"].fn == "my_rewards.score"
+    verl = compose("reward.terms.accuracy.fn=verl", "+reward.terms.accuracy.kwargs.path=my_rewards.compute_score")
+    assert verl.reward.terms["accuracy"].kwargs == {"path": "my_rewards.compute_score"}
+    both = compose("+reward.terms={style: {fn: my_rewards.style, weight: 0.5}}").reward.terms
+    assert set(both) == {"accuracy", "style"} and both["style"].weight == 0.5
+
+
+def test_a_sweep_over_a_pattern_and_an_empty_word_are_no_crash():
+    assert check_overrides(["algo=glob(g*)", "seed=1"]) is None
+    assert check_overrides([""]) is not None
 
 
 def test_several_broken_rules_are_reported_at_once():

@@ -148,3 +148,86 @@ def test_probe_does_not_advance_the_stream():
     half = source(lambda index: True)
     assert [g.index for g in asyncio.run(half.probe(6))] == [0, 1, 2]
     assert taken(half, 2) == [0, 1]
+
+
+class Device:
+    """Plays engine pool, trainer ranks and weight sync on one device; refuses what whoever sleeps cannot do."""
+
+    def __init__(self):
+        self.engine: set[str] = set()  # what of the engine's is awake
+        self.trainer = True
+        self.moves: list[str] = []
+
+    async def call_async(self, method, *args):
+        self.moves.append(" ".join([method, *map(str, args)]))
+        if method == "offload" and args == (True, True):
+            self.trainer = False
+        if method == "reload":
+            assert not self.engine, "the trainer came back while the engine held the memory"
+            self.trainer = True
+
+    async def wake(self, tags=("weights", "kv_cache")):
+        assert not self.engine & set(tags), "woken twice"
+        assert not (self.trainer and "kv_cache" in tags), "no memory for the KV cache while the trainer is there"
+        self.engine |= set(tags)
+        self.moves.append("wake " + " ".join(tags))
+
+    async def sleep(self):
+        assert self.engine == {"weights", "kv_cache"}
+        self.engine = set()
+        self.moves.append("sleep")
+
+    async def push(self, version):
+        assert "weights" in self.engine
+        self.moves.append(f"push {version}")
+        return {}
+
+    async def run(self, prompts, n, spec):
+        assert self.engine == {"weights", "kv_cache"}, "asked an engine that sleeps"
+        return [group(p, [1.0, 0.0]) for p in prompts]
+
+
+def on_device():
+    shared, device = source(lambda index: True), Device()
+    shared._pool = shared._trainers = shared._sync = device
+    shared._sleep, shared._engine_awake = True, False
+    return shared, device
+
+
+def test_memory_is_with_whoever_works_in_every_order_of_calls():
+    async def run(shared, device):
+        await shared.publish(0)
+        await shared.probe(2)
+        assert device.trainer and not device.engine  # the parity gate infers
+        await shared.evaluate([prompt(0)], 2, None)  # validation before the first step
+        await shared.take(2)
+        assert device.trainer and not device.engine
+        await shared.publish(1)
+        await shared.evaluate([prompt(0)], 2, None)
+        await shared.publish(1)  # once more, while the engine is awake
+        await shared.take(2)
+        await shared.publish(2)  # the parity gate looks for the cause: push again, compare again
+        await shared.probe(2)
+        assert device.trainer and not device.engine
+
+    shared, device = on_device()
+    asyncio.run(run(shared, device))
+
+
+def test_publish_makes_room_step_by_step():
+    shared, device = on_device()
+    asyncio.run(shared.publish(3))
+    assert device.moves == ["offload False True", "wake weights", "push 3", "offload True True", "wake kv_cache"]
+
+
+def test_nothing_moves_where_both_fit():
+    shared, device = on_device()
+    shared._sleep, shared._engine_awake, device.engine = False, True, {"weights", "kv_cache"}
+
+    async def run():
+        await shared.publish(0)
+        await shared.probe(2)
+        await shared.take(2)
+
+    asyncio.run(run())
+    assert device.moves == ["push 0"]

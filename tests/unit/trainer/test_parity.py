@@ -1,8 +1,11 @@
+import asyncio
+
 import pytest
 import torch
 
 from rlpost.batch import Batch
-from rlpost.trainer.parity import Parity, compare, likely_cause
+from rlpost.trainer.gate import ParityGate
+from rlpost.trainer.parity import Parity, ParityError, compare, likely_cause
 
 
 def batch(old, rollout, versions, mask):
@@ -40,3 +43,16 @@ def test_likely_cause_tells_stale_weights_sampling_and_precision_apart():
     small = Parity(mean=0.05, p99=0.1, max=0.2, signed_mean=0.0, num_tokens=100)
     assert likely_cause(small, 0.05, {}, 1e-3).startswith("precision")
     assert "tied" in likely_cause(big, 0.5, {}, 1e-3)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("-inf")])
+def test_gate_stops_at_a_logprob_that_is_no_number(wrong):
+    bad = batch([0.0, wrong], [0.0, -1.0], [-1, 1], [False, True])
+
+    class Workers:
+        async def infer(self, column, batch, temperature=None):
+            return Batch(batch.cu_seqlens, {column: batch[column]})
+
+    gate = ParityGate(Workers(), limit=1e-3, probe_size=1, n=1, temperature=1.0)
+    with pytest.raises(ParityError, match="overflow.*actor/grad_norm"):
+        asyncio.run(gate.check(bad, version=1))

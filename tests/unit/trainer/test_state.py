@@ -46,3 +46,15 @@ def test_find_takes_a_run_folder_a_checkpoint_or_refuses(tmp_path):
     with pytest.raises(ValueError, match="trainer.resume=.*no complete checkpoint"):
         store.find(str(tmp_path / "elsewhere"))
     assert CheckpointStore(tmp_path / "new", None).find("auto") is None
+
+
+def test_checkpoints_of_an_abandoned_future_are_set_aside(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (20, 40):
+        save(store, step)
+    store.set_aside(20)  # resumed from 20
+    assert store.find("auto").name == "global_step_20" and (tmp_path / "global_step_40.old").is_dir()
+    store.set_aside(0)  # started anew in the same folder
+    assert store.find("auto") is None
+    save(store, 5)
+    assert [p.name for p in store.complete()] == ["global_step_5"]  # not deleted as the oldest

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from rlpost.workers.config import RolloutConfig
@@ -41,3 +43,9 @@ def test_engine_kwargs_pass_through():
 def test_only_a_padded_embedding_is_masked():
     assert "logits_processors" not in engine_arguments(RolloutConfig(), info(100), 64, ACCEPTED)
     assert engine_arguments(RolloutConfig(), info(128), 64, ACCEPTED)["additional_config"] == {"rlpost_vocab_size": 100}
+
+
+def test_engine_loads_the_model_as_the_trainer_does():
+    model = replace(info(100), trust_remote_code=True, override_config={"rope_theta": 5.0})
+    arguments = engine_arguments(RolloutConfig(), model, 64, ACCEPTED)
+    assert arguments["trust_remote_code"] is True and arguments["hf_overrides"] == {"rope_theta": 5.0}

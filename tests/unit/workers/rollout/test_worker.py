@@ -70,6 +70,7 @@ def run(info, engines: list[Engine], *, text: str = "", n: int = 2, workflow: st
         reward = RewardConfig(terms={"length": RewardTermConfig(fn="tests.ray.rewards_for_tests.length")})
         worker = WorkflowWorker(RolloutConfig(workflow=workflow), info, reward, engines, seed, 8)
         asked = [Prompt(id=f"p{i}", index=i, token_ids=np.array([5, 6]), text=text, data_source="d") for i in range(4)]
+        await worker.start()
         try:
             return await worker.run(asked, n, SPEC)
         finally:
@@ -145,3 +146,18 @@ def test_router_prefers_the_replica_with_fewer_samples():
         assert len(engines[0].calls) == 2, "finished requests no longer count"
 
     asyncio.run(main())
+
+
+def test_a_request_that_nobody_waits_for_any_more_costs_the_others_nothing():
+    async def run():
+        router = Router([Engine()])
+        requests = [
+            Request(token_ids=np.arange(2), spec=SPEC, seed=seed, request_id=str(seed), n=1) for seed in range(2)
+        ]
+        given_up, waiting = (asyncio.ensure_future(router.generate(request)) for request in requests)
+        await asyncio.sleep(0)
+        given_up.cancel()
+        return await waiting
+
+    (completion,) = asyncio.run(run())
+    assert completion.status is Status.STOP

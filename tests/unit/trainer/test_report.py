@@ -1,0 +1,17 @@
+"""The summary's before and after."""
+
+import pytest
+
+from rlpost.tracking.tracking import Tracking
+from rlpost.trainer.report import Reporter
+
+
+@pytest.mark.parametrize(
+    ("steps", "before", "after"), [((0, 10, 20), 0.0, 0.5), ((10, 20), None, 0.5), ((), None, None)]
+)
+def test_summary_calls_only_the_validation_before_the_first_step_before(tmp_path, steps, before, after):
+    reporter = Reporter(Tracking(), tmp_path, decode=str, rollout_dir=None)
+    for step in steps:
+        reporter.validation(step, {"val/addition/accuracy": step / 40}, [])
+    summary = reporter.summary(20, 1.0, finished=True)
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (before, after)
