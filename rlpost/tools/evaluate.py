@@ -36,7 +36,7 @@ async def _execute(cfg: Config, run_dir: Path) -> dict[str, Any]:
         pool = await build_pool(cfg, facts, build_placement(cfg, stack), stack)
         report, groups = await evaluator.run(pool.run)
         with open(run_dir / "answers.jsonl", "w") as file:
-            for row in evaluator.rows(groups, len(groups)):
+            for row in evaluator.rows(groups):
                 file.write(json.dumps(row) + "\n")
         return {**report, "run_dir": str(run_dir)}
 

@@ -84,15 +84,16 @@ class Evaluator:
         }
         return report, groups
 
-    def rows(self, groups: Sequence[Group], limit: int) -> list[dict[str, Any]]:
-        """The first `limit` groups as table rows: prompt, answer, ground_truth, reward."""
+    def rows(self, groups: Sequence[Group], samples: int | None = None) -> list[dict[str, Any]]:
+        """Table rows of the first `samples` answers (None: all) to each prompt; no `reward` where scoring failed."""
         return [
             {
                 "data_source": g.data_source,
                 "prompt": g.prompt.text,
-                "answer": self._decode(g.trajectories[0].response_ids),
+                "answer": self._decode(t.response_ids),
                 "ground_truth": str(g.prompt.ground_truth),
-                "reward": round(g.trajectories[0].reward, 3),
+                "reward": None if t.status is Status.REWARD_ERROR else round(t.reward, 3),
             }
-            for g in groups[:limit]
+            for g in groups
+            for t in g.trajectories[:samples]
         ]

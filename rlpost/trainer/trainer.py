@@ -110,7 +110,8 @@ class Trainer:
     async def _validate(self) -> None:
         if self._evaluator is not None:
             report, groups = await self._evaluator.run(self._source.evaluate)
-            self._reporter.validation(self.step, report, self._evaluator.rows(groups, self._cfg.log_val_generations))
+            shown = self._evaluator.rows(groups[: self._cfg.log_val_generations], samples=1)
+            self._reporter.validation(self.step, report, shown)
 
     async def _save(self) -> None:
         async def write(folder: Path) -> None:

@@ -1,10 +1,11 @@
+import asyncio
 import itertools
 
 import numpy as np
 import pytest
 
 from rlpost.batch import Group, Prompt, Provenance, Status, Trajectory
-from rlpost.trainer.evaluate import pass_at_k, summarize
+from rlpost.trainer.evaluate import Evaluator, pass_at_k, summarize
 
 
 def group(accuracies, status=Status.STOP):
@@ -46,3 +47,18 @@ def test_summarize_never_counts_a_failed_score_as_zero():
     report = summarize([group([1.0]), group([0.0], Status.REWARD_ERROR)])
     assert report["accuracy"] == 1.0 and report["error_rate"] == 0.5
     assert "accuracy" not in summarize([group([0.0], Status.REWARD_ERROR)])
+
+
+def test_evaluator_summarizes_each_data_source_and_lists_every_answer():
+    groups = {"a": group([1.0, 0.0]), "b": group([0.0, 0.0], Status.REWARD_ERROR)}
+    groups["b"].data_source = "other"
+
+    async def generate(prompts, n, spec):
+        assert n == 2 and spec == "spec" and len(prompts) == 1
+        return [groups[prompts[0]]]
+
+    evaluator = Evaluator({"one": ["a"], "two": ["b"]}, 2, "spec", decode=str, batch_size=1)
+    report, answered = asyncio.run(evaluator.run(generate))
+    assert report["val/d/accuracy"] == 0.5 and report["val/other/error_rate"] == 1.0
+    assert [row["reward"] for row in evaluator.rows(answered)] == [1.0, 0.0, None, None]
+    assert len(evaluator.rows(answered, samples=1)) == 2
