@@ -153,8 +153,19 @@ def all_keys(schema: type = Config, prefix: str = "") -> list[str]:
     return keys
 
 
+def choices(group: str) -> list[str]:
+    """What a config group offers, by the files below `config/`."""
+    return sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
+
+
 def explain_compose_error(message: str) -> str:
-    """Hydra's or OmegaConf's message about an unknown key or choice, followed by the nearest known keys."""
+    """Hydra's or OmegaConf's message about an unknown key or choice, followed by the nearest known ones."""
+    message = message.partition("\nConfig search path")[0]
+    message = re.sub(r"\nTo append to your config use .*", "", message).strip()  # no key may be added
+    choice = re.search(r"Could not find '(\w+)/([^']+)'", message)
+    if choice and choice.group(1) in (*SECTIONS, "experiment"):
+        group, name = choice.groups()
+        return f"{group}={name}: no such choice; {near(name, choices(group))}"
     found = (
         re.search(r"Could not override '([^']+)'", message)
         or re.search(r"full_key: ([\w.]+)", message)
@@ -165,6 +176,8 @@ def explain_compose_error(message: str) -> str:
         return message
     wrong = found.group(1).lstrip("+~")
     keys = all_keys()
+    if wrong in keys:  # the key is right, its value is not
+        return message
     last = wrong.rpartition(".")[2]
     close = difflib.get_close_matches(wrong, keys, n=3, cutoff=0.6)
     close += [
@@ -174,4 +187,4 @@ def explain_compose_error(message: str) -> str:
     ]
     names = list(dict.fromkeys(close))[:4]
     hint = "did you mean " + " or ".join(f"'{n}'" for n in names) + "?" if names else f"sections: {', '.join(SECTIONS)}"
-    return f"{message.strip()}\n'{wrong}' is not a key of rlpost; {hint}"
+    return f"{message}\n'{wrong}' is not a key of rlpost; {hint}"

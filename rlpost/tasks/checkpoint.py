@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-MARKER = "made_by.json"
+MARKER = "MADE_BY"  # no suffix: exported checkpoints copy the files that have one
 
 
 def finished(folder: Path, request: dict[str, Any]) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -35,6 +36,8 @@ from rlpost.workers.rollout.base import ENGINES, SamplingSpec
 from rlpost.workers.rollout.pool import RolloutPool
 from rlpost.workers.rollout.workflow import get_workflow
 from rlpost.workers.weight_sync.base import make_weight_sync
+
+logger = logging.getLogger(__name__)
 
 AT_ONCE_S = 1.0  # signals closer together than this are one: `timeout` and terminals send several
 PARITY_LIMIT = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}  # nats, of the engine's dtype
@@ -224,6 +227,11 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
     facts = prepare(cfg)
     stream = PromptStream(cfg.data, facts.tokenizer, cfg.seed)
     evaluator = build_evaluator(cfg, facts)
+    if len(stream) < cfg.data.train_batch_size:
+        logger.warning(
+            "data.train_files has %d usable prompts, fewer than data.train_batch_size=%d: prompts repeat within a step",
+            len(stream), cfg.data.train_batch_size,
+        )  # fmt: skip
     steps_per_epoch = max(1, len(stream) // cfg.data.train_batch_size)
     total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * steps_per_epoch
     algorithm = Algorithm(

@@ -70,7 +70,8 @@ class Reporter:
         self._tracking.log(step, report)
         self._tracking.table(step, rows)
         self._validations.append({"step": step, **report})
-        self._first_rows = self._first_rows or rows
+        if step == 0:
+            self._first_rows = rows
         self._last_rows = rows
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:

