@@ -18,7 +18,7 @@ EOS = 1
 NUM_TOKENS = 32  # in the tokenizer
 EMBEDDING = 64  # rows of the embedding: half of them belong to no token
 MAX_MODEL_LEN = 512
-LONG = 500  # sampled tokens: seconds, so that a request is still running when it is cut off
+LONG, MANY = 500, 6  # sampled tokens and samples: seconds, so that a request still runs when it is cut off
 CHARACTERS = "0123456789+-*/=()abcdefghijklmnopqrstuvwxyz"
 PROMPTS = ([5, 6, 7], [8, 9, 10, 11, 12], [13] * 17, [3])
 
@@ -165,7 +165,7 @@ async def check_concurrency(engine: RolloutEngine, trainer: Trainer) -> None:
 
 async def check_abort(engine: RolloutEngine) -> None:
     long = spec(max_tokens=LONG, stop=())
-    request = asyncio.ensure_future(engine.generate(PROMPTS[0], long, seed=0, request_id="abort", n=2))
+    request = asyncio.ensure_future(engine.generate(PROMPTS[0], long, seed=0, request_id="abort", n=MANY))
     await asyncio.sleep(0.3)
     await engine.abort("abort")
     for completion in await request:
@@ -217,7 +217,7 @@ async def check_pause_keep(engine: RolloutEngine, trainer: Trainer, version: int
     old = Trainer.__new__(Trainer)
     old.model = Qwen3ForCausalLM(trainer.model.config).eval().requires_grad_(False)
     old.model.load_state_dict(trainer.model.state_dict())
-    request = asyncio.ensure_future(engine.generate(PROMPTS[0], long, seed=5, request_id=f"keep{version}", n=2))
+    request = asyncio.ensure_future(engine.generate(PROMPTS[0], long, seed=5, request_id=f"keep{version}", n=MANY))
     await asyncio.sleep(0.3)
     await engine.pause(keep=True)
     trainer.shake(100 + version)
@@ -234,11 +234,11 @@ async def check_pause_keep(engine: RolloutEngine, trainer: Trainer, version: int
 
 async def check_pause_abort(engine: RolloutEngine) -> None:
     long = spec(max_tokens=LONG, stop=())
-    request = asyncio.ensure_future(engine.generate(PROMPTS[0], long, seed=5, request_id="pa"))
+    request = asyncio.ensure_future(engine.generate(PROMPTS[0], long, seed=5, request_id="pa", n=MANY))
     await asyncio.sleep(0.3)
     await engine.pause(keep=False)
     waiting = asyncio.ensure_future(engine.generate(PROMPTS[0], spec(max_tokens=2), seed=5, request_id="pw"))
-    assert (await request)[0].status is Status.ABORT
+    assert {completion.status for completion in await request} == {Status.ABORT}
     await asyncio.sleep(0.05)
     assert not waiting.done()
     await engine.resume()
