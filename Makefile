@@ -1,14 +1,16 @@
-# make demo | test | lint | clean. Everything runs in a plain virtual environment, .venv, made on first use.
+# make demo | test | test-sglang | lint | clean. Everything runs in plain virtual environments, made on first use.
 PYTHON ?=
 VENV ?= .venv
+SGLANG_VENV ?= .venv-sglang
 SEED ?= 1
 ARGS ?=
 
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test test-sglang lint clean
 
 help:
 	@echo "make demo [SEED=1]      train the quickstart task on this machine; the last line is a JSON summary"
-	@echo "make test [ARGS=...]    the whole test suite; ARGS goes to pytest"
+	@echo "make test [ARGS=...]    the whole test suite, test-sglang included; with ARGS, pytest with those in .venv"
+	@echo "make test-sglang        the tests of rollout=sglang, in an environment of their own, .venv-sglang"
 	@echo "make lint               ruff, mypy, import-linter"
 	@echo "make setup [PYTHON=...] only make .venv (Python 3.11 or 3.12) and install into it"
 	@echo "make clean              remove .venv, caches and build products; runs in outputs/ stay"
@@ -21,6 +23,11 @@ demo: setup
 
 test: setup
 	$(VENV)/bin/python -m pytest $(ARGS)
+	@$(if $(ARGS),,$(MAKE) --no-print-directory test-sglang)
+
+test-sglang:
+	@PYTHON="$(PYTHON)" bash scripts/setup_env.sh $(SGLANG_VENV) sglang
+	$(SGLANG_VENV)/bin/python -m pytest tests/e2e -k sglang
 
 lint: setup
 	$(VENV)/bin/ruff check .
@@ -29,5 +36,5 @@ lint: setup
 	$(VENV)/bin/lint-imports
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find rlpost tests examples benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

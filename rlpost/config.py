@@ -16,7 +16,7 @@ from rlpost.data_config import DataConfig
 from rlpost.registry import near
 from rlpost.rewards.config import RewardConfig
 from rlpost.tracking.config import TrackingConfig
-from rlpost.trainer.config import ClusterConfig, TrainerConfig
+from rlpost.trainer.config import AsyncTrainerConfig, ClusterConfig, TrainerConfig
 from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, RefConfig, RolloutConfig
 
 PACKAGE = Path(__file__).parent
@@ -68,6 +68,7 @@ def register() -> None:
     store = ConfigStore.instance()
     for name, schema in SECTIONS.items():
         store.store(group=name, name="schema", node=schema)
+    store.store(group="trainer", name="async_schema", node=AsyncTrainerConfig)
     store.store(name="root_schema", node=Config)
 
 

@@ -40,8 +40,8 @@ class RunFailed(CompactHydraException):  # Hydra reports these without a trace
 def launch(execute: Execute) -> None:
     """Run the command line's configuration, or each of a multirun's, through `execute(config, run_dir)`.
 
-    `execute` returns the summary, printed as JSON on the last line of standard output; `finished: false` in it means
-    interrupted.
+    `execute` returns the summary, printed as JSON on the last line of standard output; in it `finished: false` means
+    interrupted, and `passed: false` that what was to be checked is not so (exit status 1).
     """
     register()
     args = sys.argv[1:]
@@ -122,4 +122,6 @@ def run(cfg: DictConfig, run_dir: Path, execute: Execute) -> int:
         print(f"rlpost: {type(error).__name__}: {error}\n(full trace: {trace})", file=sys.stderr)
         return FAILED
     print(json.dumps(summary), flush=True)
-    return 0 if summary.get("finished", True) else INTERRUPTED
+    if not summary.get("finished", True):
+        return INTERRUPTED
+    return 0 if summary.get("passed", True) else FAILED

@@ -1,7 +1,7 @@
 """Numbers that a step reports: a value with its weight, so that a mean over ranks is the mean over what was counted."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -41,6 +41,11 @@ class Metric:
 
 
 Metrics = dict[str, Metric]
+
+
+def mean(values: Sequence[float]) -> Metric:
+    """Their mean, weighed by how many there are; of none a reading that weighs nothing."""
+    return Metric(sum(values) / max(1, len(values)), len(values))
 
 
 def merge(parts: Iterable[Metrics]) -> Metrics:

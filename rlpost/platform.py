@@ -1,12 +1,24 @@
-"""The one place that knows devices: cpu, cuda, rocm, their visibility variables, uuids, memory and engine settings."""
+"""The one place that knows devices: cpu, cuda, rocm, their uuids, memory, and what processes get as environment.
+
+What needs no device is in pure modules beside it: `visibility.py` (masks), `rocm.py` (the kernel's list of GPUs),
+`aiter.py` (kernel families and their switches) and `hazards.py` (the table of what goes wrong on ROCm).
+"""
 
 import functools
 import gc
+import importlib.util
 import os
 import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+from rlpost.hazards import Situation, examine
+from rlpost.rocm import check_architectures, hip_version, list_gpus
+from rlpost.visibility import CUDA, ROCR, Visibility, mask_env, resolve_visibility
 
 # Ray would otherwise rewrite the visibility variables of actors that reserve no GPU, or less than one.
 RAY_ENV = {
@@ -21,9 +33,19 @@ RAY_ENV = {
 
 @dataclass(slots=True, frozen=True)
 class Platform:
-    """Facts about this host's accelerator; `kind` is "cpu", "cuda" or "rocm"."""
+    """Facts about this host's accelerators.
+
+    Attributes:
+        kind: "cpu", "cuda" or "rocm".
+        arch: on ROCm, such as "gfx942".
+        hip: on ROCm, its (major, minor) version.
+        has_aiter: the package `aiter` is installed.
+    """
 
     kind: str
+    arch: str = ""
+    hip: tuple[int, int] = (0, 0)
+    has_aiter: bool = False
 
     @property
     def device_type(self) -> str:
@@ -81,15 +103,30 @@ class Platform:
         if self.kind != "cpu":
             torch.cuda.reset_peak_memory_stats()
 
-    def visibility_env(self, ids: list[str]) -> dict[str, str]:
+    def memory_bytes(self, index: int = 0) -> int:
+        """Memory of visible accelerator `index`, used or not; 0 on CPU."""
+        return 0 if self.kind == "cpu" else torch.cuda.get_device_properties(index).total_memory
+
+    def free_memory_bytes(self, index: int = 0) -> int:
+        """Of it, what no process uses; 0 on CPU."""
+        return 0 if self.kind == "cpu" else torch.cuda.mem_get_info(index)[0]
+
+    def device_name(self, index: int = 0) -> str:
+        """What its maker calls it; "cpu" without one."""
+        return "cpu" if self.kind == "cpu" else torch.cuda.get_device_name(index)
+
+    def visibility_env(self, ids: Sequence[str]) -> dict[str, str]:
         """Environment that shows a process exactly these devices; HIP and CUDA agree on ROCm."""
-        if self.kind == "cpu":
+        return mask_env(self.kind, ids)
+
+    def process_env(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Environment that every process of a run needs on this platform, where the driver's is `environ`."""
+        if self.kind != "rocm":
             return {}
-        names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if self.kind == "rocm" else ("CUDA_VISIBLE_DEVICES",)
-        return {name: ",".join(ids) for name in names}
+        return examine(Situation(arch=self.arch, hip=self.hip, env=environ)).env
 
     def engine_env(self, engine: str) -> dict[str, str]:
-        """Environment an inference engine needs before it is imported."""
+        """Environment an inference engine needs before it is imported, AITER's switches aside."""
         env = {"TOKENIZERS_PARALLELISM": "false"}
         if engine == "vllm":
             env |= {
@@ -106,8 +143,11 @@ class Platform:
                 }
             if self.kind == "cuda":
                 env |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
-            if self.kind == "rocm":
-                env |= {"VLLM_ROCM_USE_AITER": "1"}
+        if engine == "sglang":
+            # It keeps some positions of a request for itself, so its context is longer than what rollout asks for.
+            env |= {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+            if self.kind == "cpu":
+                env |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(max(1, cpu_count() // 2))}
         return env
 
 
@@ -116,7 +156,55 @@ def platform() -> Platform:
     """The platform of this process, found once."""
     if not torch.cuda.is_available():
         return Platform("cpu")
-    return Platform("rocm" if torch.version.hip else "cuda")
+    if not torch.version.hip:
+        return Platform("cuda")
+    gpus = list_gpus()
+    arch = gpus[0].arch if gpus else torch.cuda.get_device_properties(0).gcnArchName.partition(":")[0]
+    return Platform("rocm", arch, hip_version(torch.version.hip), importlib.util.find_spec("aiter") is not None)
+
+
+def adopt_visibility() -> Visibility:
+    """Which devices this run may use, decided once, in the driver, before Ray starts.
+
+    On ROCm the driver's own variables are made to agree, and Ray and all workers inherit them.
+
+    Raises:
+        ValueError: variables that contradict each other, or a visible GPU that is not supported; says what to set.
+    """
+    here = platform()
+    if here.kind != "rocm":
+        counted = None if CUDA in os.environ or here.kind == "cpu" else torch.cuda.device_count()
+        return resolve_visibility(here.kind, os.environ, counted)
+    gpus = list_gpus()
+    counted = len(gpus) or torch.cuda.device_count()
+    visibility = resolve_visibility("rocm", os.environ, counted, [gpu.uuid for gpu in gpus])
+    if gpus:
+        check_architectures({d.mask: gpus[d.physical].arch for d in visibility.devices if d.physical is not None})
+    else:
+        check_architectures({"0": here.arch})
+    os.environ.update(visibility.env())
+    os.environ.pop(ROCR, None)  # the same devices, now by HIP's mask alone
+    return visibility
+
+
+def exported() -> Mapping[str, str]:
+    """The environment of this process."""
+    return os.environ
+
+
+@contextmanager
+def exported_while(**variables: str) -> Iterator[None]:
+    """Set variables of this process while something reads them that has no other switch."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def cpu_count() -> int:
@@ -132,6 +220,11 @@ def host_address() -> str:
             return probe.getsockname()[0]
     except OSError:
         return "127.0.0.1"
+
+
+def host_id() -> str:
+    """Equal in processes that can open each other's memory: those of one host and one container."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def free_port() -> int:

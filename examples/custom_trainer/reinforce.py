@@ -16,7 +16,7 @@ from rlpost.rewards.config import RewardConfig, RewardTermConfig
 from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, OptimConfig, RolloutConfig
 from rlpost.workers.group import WorkerGroup
 from rlpost.workers.model import inspect
-from rlpost.workers.placement import Placement
+from rlpost.workers.placement import Placement, Pools
 from rlpost.workers.rollout.base import SamplingSpec
 from rlpost.workers.rollout.pool import RolloutPool
 from rlpost.workers.weight_sync.base import make_weight_sync
@@ -48,7 +48,7 @@ async def train(model="maker:rlpost.tasks.quickstart.make_quickstart", engine="h
     actor = ActorConfig(ppo_mini_batch_size=prompts, optim=OptimConfig(lr=3e-4))
     critic = CriticConfig(ppo_mini_batch_size=prompts, optim=OptimConfig(lr=1e-3))
 
-    placement = Placement.create(nnodes=1, gpus_per_node=1, tensor_parallel=1, num_replicas=1)
+    placement = Placement.create(Pools.colocated(1, 1), tensor_parallel=1, num_replicas=1)
     pool = RolloutPool(
         RolloutConfig(name=engine), info, reward, placement, seed=seed, max_prompt_length=8, max_response_length=5
     )

@@ -17,15 +17,17 @@ from transformers import PreTrainedTokenizerBase
 from rlpost.algos.algorithm import Algorithm
 from rlpost.config import Config
 from rlpost.data import PromptStream, load_val_sets
-from rlpost.platform import RAY_ENV, cpu_count, platform
+from rlpost.platform import RAY_ENV, adopt_visibility, cpu_count, exported, platform
 from rlpost.rewards.model import RewardModel
 from rlpost.rewards.scorer import RewardScorer
 from rlpost.tracking.tracking import Tracking
-from rlpost.trainer.colocated import ColocatedSource
-from rlpost.trainer.config import ClusterConfig
+from rlpost.trainer.config import AsyncTrainerConfig, ClusterConfig
 from rlpost.trainer.evaluate import Evaluator
-from rlpost.trainer.gate import ParityGate
+from rlpost.trainer.fit import check_fit
+from rlpost.trainer.gate import ParityGate, Repair
+from rlpost.trainer.repair import AiterRepair
 from rlpost.trainer.report import Reporter
+from rlpost.trainer.sources import build_source, check_callables, pools, takes_turns
 from rlpost.trainer.state import CheckpointStore
 from rlpost.trainer.trainer import Trainer
 from rlpost.workers.config import TrainRoleConfig
@@ -33,9 +35,10 @@ from rlpost.workers.group import WorkerGroup
 from rlpost.workers.model import ModelInfo, inspect, resolve_path
 from rlpost.workers.placement import Placement
 from rlpost.workers.rollout.base import ENGINES, SamplingSpec
+from rlpost.workers.rollout.installed import require_installed
 from rlpost.workers.rollout.pool import RolloutPool
+from rlpost.workers.rollout.setup import engine_setup
 from rlpost.workers.rollout.workflow import get_workflow
-from rlpost.workers.weight_sync.base import make_weight_sync
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +77,15 @@ def prepare(cfg: Config) -> Facts:
     """Find what the config names, and read what everyone must know about the model; nothing is started.
 
     Raises:
-        ValueError: the model, its tokenizer, the engine, the workflow or a reward is not to be had, or sequences may
-            grow longer than the model was built for.
+        ValueError: the model, its tokenizer, the engine, the workflow or a reward is not to be had, sequences may grow
+            longer than the model was built for, or this host's devices or its kernels are not fit for the run.
     """
+    adopt_visibility()
     ENGINES.get(cfg.rollout.name, "rollout.name")
+    require_installed(cfg.rollout.name)
     get_workflow(cfg.rollout.workflow)
+    if isinstance(cfg.trainer, AsyncTrainerConfig):
+        check_callables(cfg.trainer)
     cache, judge = Path(cfg.cache_dir).expanduser(), cfg.reward.reward_model
     if judge.path is not None:
         judge.path = str(resolve_path(judge.path, cache, cfg.seed, "reward.reward_model.path"))
@@ -93,6 +100,7 @@ def prepare(cfg: Config) -> Facts:
             f"was built for {info.max_position_embeddings} (max_position_embeddings): lower them, or stretch its "
             "positions in model.override_config"
         )
+    engine_setup(cfg.rollout, info, platform(), exported())  # only checks: the pool asks again, and warns
     spec = SamplingSpec(
         temperature=cfg.rollout.temperature,
         max_tokens=cfg.data.max_response_length,
@@ -104,9 +112,13 @@ def prepare(cfg: Config) -> Facts:
 
 def start_ray(cfg: ClusterConfig) -> Callable[[], None]:
     """Start or join Ray; returns what ends it."""
-    arguments: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "runtime_env": {"env_vars": RAY_ENV}}
+    here = platform()
+    env = RAY_ENV | here.process_env(exported())
+    arguments: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "runtime_env": {"env_vars": env}}
     if cfg.address is None:
         arguments |= {"address": "local", "num_cpus": max(4, cpu_count()), "include_dashboard": False}
+        if here.kind == "rocm":  # Ray would count them by a library that not every image has
+            arguments["num_gpus"] = here.device_count()
     else:
         arguments["address"] = cfg.address
     on_terminate = signal.getsignal(signal.SIGTERM)
@@ -127,12 +139,7 @@ def build_evaluator(cfg: Config, facts: Facts) -> Evaluator | None:
 
 def build_placement(cfg: Config, stack: AsyncExitStack) -> Placement:
     """Reserve the devices of the run."""
-    placement = Placement.create(
-        cfg.cluster.nnodes,
-        cfg.cluster.n_gpus_per_node,
-        cfg.rollout.tensor_model_parallel_size,
-        cfg.rollout.num_replicas,
-    )
+    placement = Placement.create(pools(cfg), cfg.rollout.tensor_model_parallel_size, cfg.rollout.num_replicas)
     stack.callback(placement.remove)
     return placement
 
@@ -197,6 +204,7 @@ async def start_processes(
     """Engines and trainer ranks. With accelerators one after the other: an engine measures how much memory it may take,
     and must not see the trainer take and free some meanwhile. With `sleep` it is asleep at the end."""
     placement = build_placement(cfg, stack)
+    check_fit(cfg, facts.model, placement, sleep)
     if platform().kind == "cpu":
         pool, workers = await _together(
             build_pool(cfg, facts, placement, stack),
@@ -234,13 +242,7 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
         )  # fmt: skip
     steps_per_epoch = max(1, len(stream) // cfg.data.train_batch_size)
     total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * steps_per_epoch
-    algorithm = Algorithm(
-        cfg.algo,
-        updates_per_step=updates_per_step(cfg.actor, cfg.data.train_batch_size),
-        max_response_length=cfg.data.max_response_length,
-        critic_warmup=cfg.trainer.critic_warmup,
-        cliprange_value=cfg.critic.cliprange_value,
-    )
+    algorithm = build_algorithm(cfg)
     checkpoints = CheckpointStore(run_dir / "checkpoints", cfg.trainer.max_ckpt_to_keep)
     check_resume(checkpoints, cfg.trainer.resume, total_steps)
 
@@ -252,26 +254,14 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
     )
     stack.callback(reporter.close)
     stack.callback(start_ray(cfg.cluster))
-    sleep = cfg.rollout.free_cache_engine and platform().kind != "cpu"
-    pool, workers = await start_processes(cfg, facts, total_steps, sleep, stack)
-    source = ColocatedSource(
-        stream=stream,
-        algorithm=algorithm,
-        pool=pool,
-        trainers=workers,
-        sync=make_weight_sync(workers, pool),
-        spec=facts.spec,
-        n=cfg.rollout.n,
-        filter_groups=cfg.algo.filter_groups,
-        max_error_rate=cfg.reward.max_error_rate,
-        sleep=sleep,
-    )
+    pool, workers = await start_processes(cfg, facts, total_steps, takes_turns(cfg), stack)
+    source = build_source(cfg, facts.spec, stream, algorithm, pool, workers, stack)
     trainer = Trainer(
         cfg.trainer,
         algorithm=algorithm,
         source=source,
         workers=workers,
-        gate=build_gate(cfg, workers),
+        gate=build_gate(cfg, workers, AiterRepair(lambda: pool.cfg, source.restart_engines, reporter.note)),
         evaluator=evaluator,
         reporter=reporter,
         checkpoints=checkpoints,
@@ -296,12 +286,32 @@ def check_resume(checkpoints: CheckpointStore, resume: str, total_steps: int) ->
         )
 
 
-def build_gate(cfg: Config, workers: WorkerGroup) -> ParityGate:
+def build_algorithm(cfg: Config) -> Algorithm:
+    """The learning rule, with what it must know of the run."""
+    return Algorithm(
+        cfg.algo,
+        updates_per_step=updates_per_step(cfg.actor, cfg.data.train_batch_size),
+        max_response_length=cfg.data.max_response_length,
+        critic_warmup=cfg.trainer.critic_warmup,
+        cliprange_value=cfg.critic.cliprange_value,
+    )
+
+
+def build_gate(cfg: Config, workers: WorkerGroup, mend: Repair | None = None) -> ParityGate:
     """The parity gate; `trainer.logprob_diff_limit` null means what the engine's dtype allows."""
     limit = cfg.trainer.logprob_diff_limit
     if limit is None:
         limit = PARITY_LIMIT[str(platform().dtype(cfg.rollout.dtype)).removeprefix("torch.")]
-    return ParityGate(workers, limit, cfg.trainer.parity_probe_size, cfg.rollout.n, cfg.rollout.temperature)
+    trainer, rollout = cfg.trainer, cfg.rollout
+    return ParityGate(
+        workers,
+        limit,
+        trainer.parity_probe_size,
+        rollout.n,
+        rollout.temperature,
+        mend,
+        trainer.parity_probe_freq,
+    )
 
 
 @contextmanager

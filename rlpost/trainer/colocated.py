@@ -9,8 +9,9 @@ from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import FilterGroupsConfig
 from rlpost.batch import Group, Prompt
 from rlpost.data import PromptStream
-from rlpost.metrics import Metric, Metrics, Reduce
-from rlpost.trainer.source import BudgetExhausted, RolloutSource, check_rewards
+from rlpost.metrics import Metric, Metrics, Reduce, merge
+from rlpost.trainer.source import RolloutSource, check_rewards, exhausted, rollout_metrics
+from rlpost.workers.config import RolloutConfig
 from rlpost.workers.group import WorkerGroup
 from rlpost.workers.rollout.base import SamplingSpec
 from rlpost.workers.rollout.pool import RolloutPool
@@ -45,12 +46,15 @@ class ColocatedSource(RolloutSource):
         self._max_error_rate, self._sleep = max_error_rate, sleep
         self._engine_awake = not sleep
         self._counts: Counter[str] = Counter()
+        self._generated: Metrics = {}
+        self._before: dict[str, Any] = {}  # the stream's cursor before the last `take`
 
     async def take(self, n: int) -> list[Group]:
         """See `RolloutSource.take`. Kept groups beyond `n` are discarded: with staleness 0 they have no later use."""
         seen: list[Group] = []
         kept: list[Group] = []
         budget = n * self._filter.max_num_gen_batches if self._filter.enable else n
+        self._before = self._stream.state_dict()
         await self._hand_memory_to_engine()
         while len(kept) < n and len(seen) < budget:
             acceptance = max(0.25, len(kept) / len(seen)) if seen else 1.0
@@ -58,6 +62,7 @@ class ColocatedSource(RolloutSource):
             groups = await self._pool.run(self._stream.next(ask), self._n, self._spec)
             seen += groups
             check_rewards(seen, self._max_error_rate)
+            self._generated = merge([self._generated, rollout_metrics(groups)])
             for group in groups:
                 verdict = self._algorithm.keep(group)
                 self._counts["kept" if verdict.keep else f"dropped_{verdict.reason}"] += 1
@@ -66,14 +71,13 @@ class ColocatedSource(RolloutSource):
         self._counts["surplus"] += max(0, len(kept) - n)
         await self._hand_memory_to_trainer()
         if len(kept) < n and (self._filter.on_exhausted == "error" or not kept):
-            reasons = ", ".join(f"{k}: {v}" for k, v in sorted(self._counts.items()) if v)
-            raise BudgetExhausted(
-                f"dynamic sampling kept {len(kept)} of the {n} groups it needs from {len(seen)} prompts ({reasons}). "
-                "The task is too easy or too hard for this model: change the data, raise "
-                "algo.filter_groups.max_num_gen_batches, or set algo.filter_groups.on_exhausted=train to go on with "
-                "what there is, if there is any"
-            )
+            raise exhausted(len(kept), n, len(seen), self._counts)
         return kept[:n]
+
+    def rewind(self) -> None:
+        """See `RolloutSource.rewind`."""
+        self._stream.load_state_dict(self._before)
+        self.metrics()  # of what is thrown away
 
     async def publish(self, version: int) -> Metrics:
         """See `RolloutSource.publish`."""
@@ -103,10 +107,24 @@ class ColocatedSource(RolloutSource):
         await self._hand_memory_to_trainer()  # which is to compute the same tokens' logprobs
         return groups
 
+    async def restart_engines(self, cfg: RolloutConfig) -> None:
+        """Start the engines anew with `cfg`; they have the checkpoint's weights until the next `publish`.
+
+        Memory is where it was at the beginning: with the trainer, if the engines sleep.
+        """
+        if self._sleep:
+            await self._trainers.call_async("offload", True, True)
+        await self._pool.restart(cfg)
+        if self._sleep:
+            await self._pool.sleep()
+            await self._trainers.call_async("reload")
+        self._engine_awake = not self._sleep
+
     def metrics(self) -> Metrics:
         """See `RolloutSource.metrics`."""
         counts, self._counts = self._counts, Counter()
-        return {f"groups/{name}": Metric(count, reduce=Reduce.SUM) for name, count in counts.items()}
+        generated, self._generated = self._generated, {}
+        return generated | {f"groups/{name}": Metric(count, reduce=Reduce.SUM) for name, count in counts.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The data cursor; between steps nothing else is pending."""

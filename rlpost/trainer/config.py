@@ -22,17 +22,61 @@ class TrainerConfig:
     rollout_data_dir: str | None = None  # every rollout as JSONL, one file a step
     logprob_diff_limit: float | None = None  # null: 1e-3 in float32, 0.05 below; mean over a step's tokens, nats
     parity_probe_size: int = 16  # sequences of the probe where old logprobs are not recomputed
+    parity_probe_freq: int = 10  # steps without a token of the trainer's own version (async) before it is used again
     profile_steps: list[int] = field(default_factory=list)  # whose training is traced, into <run folder>/profile
 
     def __post_init__(self) -> None:
-        if self.name != "colocated":
-            raise ValueError(f"trainer.name={self.name}: expected colocated")
-        for key in ("total_training_steps", "total_epochs", "max_ckpt_to_keep", "parity_probe_size"):
+        if self.name != self._name():
+            raise ValueError(f"trainer.name={self.name}: choose with trainer={self.name}, not by its name")
+        least_1 = ("total_training_steps", "total_epochs", "max_ckpt_to_keep", "parity_probe_size", "parity_probe_freq")
+        for key in least_1:
             _at_least("trainer", key, getattr(self, key), 1)
         for key in ("critic_warmup", "log_val_generations"):
             _at_least("trainer", key, getattr(self, key), 0)
         if self.logprob_diff_limit is not None and not self.logprob_diff_limit > 0:
             raise ValueError(f"trainer.logprob_diff_limit={self.logprob_diff_limit}: must be > 0 nats, or null")
+
+    @staticmethod
+    def _name() -> str:
+        return "colocated"
+
+
+@dataclass(slots=True, kw_only=True)
+class AsyncTrainerConfig(TrainerConfig):
+    """Rollout and training at once; see docs/fully_async.md and `rlpost.trainer.buffer`."""
+
+    name: str = "fully_async"
+    rollout_gpus: int | None = None  # for engines; on CPU their number. null: with train_gpus null half of all GPUs
+    train_gpus: int | None = None  # for trainer ranks; on CPU their number. null: all that rollout leaves
+    share_gpus: bool = False  # both pools on the same GPUs, whose memory they divide
+    staleness_threshold: float = 0.5  # share of a sync interval's groups that may be generated ahead
+    max_staleness: int | None = None  # versions; null: what staleness_threshold implies
+    on_stale: str = "wait"  # a group that would exceed it: wait (is not started yet), drop or abort (both reissue it)
+    trigger_parameter_sync_step: int = 1  # training steps between weight syncs
+    require_batches: int | None = None  # mini-batches a step: data.train_batch_size = this x actor.ppo_mini_batch_size
+    partial_rollout: bool = True  # running requests go on after a sync; false: a sync waits for them
+    max_concurrent_groups: int | None = None  # null: as many as may be in flight
+    autobalance: bool = False  # adjust max_concurrent_groups and trigger_parameter_sync_step within the bound
+    on_workflow_error: str = "stop"  # or skip: drop the group and count it
+    sampler: str | None = None  # dotted path of a function(prompts) -> their positions in the order to issue
+    sampler_window: int = 64  # prompts that it sees at once
+    hook: str | None = None  # dotted path of an async function(prompts: PromptQueue) that runs beside the training
+
+    def __post_init__(self) -> None:
+        TrainerConfig.__post_init__(self)
+        for key in ("rollout_gpus", "train_gpus", "trigger_parameter_sync_step", "require_batches"):
+            _at_least("trainer", key, getattr(self, key), 1)
+        for key in ("max_concurrent_groups", "sampler_window"):
+            _at_least("trainer", key, getattr(self, key), 1)
+        for key in ("staleness_threshold", "max_staleness"):
+            _at_least("trainer", key, getattr(self, key), 0)
+        for key, allowed in (("on_stale", ("wait", "drop", "abort")), ("on_workflow_error", ("stop", "skip"))):
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"trainer.{key}={getattr(self, key)}: expected one of {', '.join(allowed)}")
+
+    @staticmethod
+    def _name() -> str:
+        return "fully_async"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,6 +14,10 @@ NAME = "train_rollout_logprob_abs_diff"
 class ParityError(RuntimeError):
     """Trainer and engine disagree; the message says by how much and what is the likely cause."""
 
+    def __init__(self, message: str, may_be_kernels: bool = False):
+        super().__init__(message)
+        self.may_be_kernels = may_be_kernels
+
 
 @dataclass(slots=True, frozen=True)
 class Parity:
@@ -36,10 +40,15 @@ class Parity:
         }
 
 
-def compare(batch: Batch, version: int) -> Parity:
-    """Compare `old_logprobs` with `rollout_logprobs` on the tokens that weight `version` sampled."""
+def differences(batch: Batch, version: int) -> torch.Tensor:
+    """`rollout_logprobs - old_logprobs` of the tokens that weight `version` sampled, float64 `[n]`."""
     mask = batch["response_mask"] & (batch["versions"] == version)
-    diff = (batch["rollout_logprobs"] - batch["old_logprobs"])[mask].double()
+    return (batch["rollout_logprobs"] - batch["old_logprobs"])[mask].double()
+
+
+def compare(batch: Batch, version: int) -> Parity:
+    """Summary of `differences`."""
+    diff = differences(batch, version)
     if diff.numel() == 0:
         return Parity(0.0, 0.0, 0.0, 0.0, 0)
     size = diff.abs()
@@ -52,6 +61,15 @@ def compare(batch: Batch, version: int) -> Parity:
         signed_mean=diff.mean().item(),
         num_tokens=diff.numel(),
     )
+
+
+def may_be_kernels(after_push: float | None, other_temperature: dict[float, float], limit: float) -> bool:
+    """Whether the engine's kernels may be at fault: neither a push nor another temperature brought agreement.
+
+    Arguments as in `likely_cause`.
+    """
+    tried = [*other_temperature.values(), *([] if after_push is None else [after_push])]
+    return not any(mean <= limit for mean in tried)
 
 
 def likely_cause(parity: Parity, after_push: float | None, other_temperature: dict[float, float], limit: float) -> str:

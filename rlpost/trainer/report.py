@@ -1,37 +1,13 @@
 """What a run tells: metrics of each step, validation tables, rollouts on disk, and the closing summary."""
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlpost.batch import Batch, Group, Status
-from rlpost.metrics import Metric, Metrics, Reduce
+from rlpost.batch import Group
 from rlpost.tracking.curves import plot_curves
 from rlpost.tracking.tracking import Tracking
-
-
-def rollout_metrics(groups: Sequence[Group], batch: Batch) -> Metrics:
-    """Rewards and their parts, answer lengths and how they ended, over the step's trajectories."""
-    trajectories = [t for g in groups for t in g.trajectories]
-    scored = [t for t in trajectories if t.status is not Status.REWARD_ERROR]
-    lengths = [len(t.response_ids) for t in trajectories]
-    total = len(trajectories)
-    metrics = {
-        "reward/mean": Metric(sum(t.reward for t in scored) / max(1, len(scored)), len(scored)),
-        "reward/error_rate": Metric(1 - len(scored) / total, total),
-        "response_length/mean": Metric(sum(lengths) / total, total),
-        "response_length/max": Metric(max(lengths), reduce=Reduce.MAX),
-        "response_length/truncated": Metric(sum(t.status is Status.LENGTH for t in trajectories) / total, total),
-        "throughput/tokens": Metric(batch.num_tokens, reduce=Reduce.SUM),
-        "prompt_length/mean": Metric(sum(len(g.prompt.token_ids) for g in groups) / len(groups), len(groups)),
-    }
-    parts: dict[str, list[float]] = defaultdict(list)
-    for t in scored:
-        for name, value in t.reward_parts.items():
-            parts[name].append(value)
-    return metrics | {f"reward/{name}": Metric(sum(v) / len(v), len(v)) for name, v in parts.items()}
 
 
 class Reporter:

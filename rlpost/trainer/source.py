@@ -1,16 +1,22 @@
 """Where groups come from: `RolloutSource`, the one thing in which colocated and asynchronous training differ."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlpost.batch import Group, Prompt, Status
-from rlpost.metrics import Metrics
+from rlpost.metrics import Metric, Metrics, Reduce, mean
+from rlpost.workers.config import RolloutConfig
 from rlpost.workers.rollout.base import SamplingSpec
 
 
 class BudgetExhausted(RuntimeError):
     """Dynamic sampling spent its budget of prompts before enough groups were kept."""
+
+
+class PromptsExhausted(RuntimeError):
+    """The prompt source ended before a step had its groups."""
 
 
 class RewardFailure(RuntimeError):
@@ -32,6 +38,41 @@ def check_rewards(groups: Sequence[Group], max_error_rate: float) -> None:
         )
 
 
+def exhausted(kept: int, wanted: int, seen: int, counts: Mapping[str, int]) -> BudgetExhausted:
+    """What a step says that kept `kept` of the `wanted` groups out of `seen` prompts, for the reasons in `counts`."""
+    reasons = ", ".join(f"{k}: {v}" for k, v in sorted(counts.items()) if v)
+    return BudgetExhausted(
+        f"dynamic sampling kept {kept} of the {wanted} groups it needs from {seen} prompts ({reasons}). "
+        "The task is too easy or too hard for this model: change the data, raise "
+        "algo.filter_groups.max_num_gen_batches, or set algo.filter_groups.on_exhausted=train to go on with what there "
+        "is, if there is any"
+    )
+
+
+def rollout_metrics(groups: Sequence[Group]) -> Metrics:
+    """Rewards and their parts, lengths, and how answers ended, over all finished answers of `groups`.
+
+    To be asked of every group that was generated. Those that dynamic sampling keeps have right and wrong answers by
+    definition, so their mean says little about the policy. Failed scores count in `reward/error_rate` and in lengths.
+    """
+    answers = [t for g in groups for t in g.trajectories if t.status is not Status.ABORT]
+    scored = [t for t in answers if t.status is not Status.REWARD_ERROR]
+    lengths = [len(t.response_ids) for t in answers]
+    parts: dict[str, list[float]] = defaultdict(list)
+    for t in scored:
+        for name, value in t.reward_parts.items():
+            parts[f"reward/{name}"].append(value)
+    return {
+        "reward/mean": mean([t.reward for t in scored]),
+        "reward/error_rate": mean([t.status is Status.REWARD_ERROR for t in answers]),
+        "response_length/mean": mean(lengths),
+        "response_length/max": Metric(max(lengths, default=0), reduce=Reduce.MAX),
+        "response_length/truncated": mean([t.status is Status.LENGTH for t in answers]),
+        "prompt_length/mean": mean([len(g.prompt.token_ids) for g in groups]),
+        **{name: mean(values) for name, values in parts.items()},
+    }
+
+
 class RolloutSource(ABC):
     """Delivers scored groups in the order of issue and takes new weights."""
 
@@ -43,6 +84,10 @@ class RolloutSource(ABC):
             BudgetExhausted: see `algo.filter_groups`.
             RewardFailure: see `check_rewards`.
         """
+
+    @abstractmethod
+    def rewind(self) -> None:
+        """Undo the last `take`: its groups are thrown away, and their prompts come next."""
 
     @abstractmethod
     async def publish(self, version: int) -> Metrics:
@@ -57,8 +102,12 @@ class RolloutSource(ABC):
         """Groups of the next prompts, without advancing the stream; for the parity gate. The trainer may infer next."""
 
     @abstractmethod
+    async def restart_engines(self, cfg: RolloutConfig) -> None:
+        """Start the engines anew with `cfg`, between steps; they hold the checkpoint's weights until `publish`."""
+
+    @abstractmethod
     def metrics(self) -> Metrics:
-        """What happened since the last call: kept and dropped groups by reason, surplus, epochs."""
+        """What happened since the last call: kept and dropped groups by reason, and `rollout_metrics` of them all."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

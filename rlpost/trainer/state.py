@@ -2,17 +2,23 @@
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
+OBJECTS = "objects.pkl"
+OBJECT = "__object__"  # stands in the manifest for an object, with its position in OBJECTS
 PREFIX = "global_step_"
 
 
 class CheckpointStore:
-    """`<root>/global_step_<N>/`: what the workers wrote, and `manifest.json` with the driver's own state."""
+    """`<root>/global_step_<N>/`: what the workers wrote, and `manifest.json` with the driver's own state.
+
+    What JSON cannot hold (groups, prompts) is in `objects.pkl`.
+    """
 
     def __init__(self, root: Path, keep: int | None):
         self.root, self._keep = root, keep
@@ -40,10 +46,16 @@ class CheckpointStore:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         await write(partial)
-        with open(partial / MANIFEST, "w") as file:
-            json.dump({"step": step, **state}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        objects: list[Any] = []
+
+        def put_aside(value: Any) -> dict[str, int]:
+            objects.append(value)
+            return {OBJECT: len(objects) - 1}
+
+        manifest = json.dumps({"step": step, **state}, indent=1, default=put_aside)
+        if objects:
+            _write(partial / OBJECTS, pickle.dumps(objects))
+        _write(partial / MANIFEST, manifest.encode())
         shutil.rmtree(final, ignore_errors=True)
         os.replace(partial, final)
         if self._keep is not None:
@@ -75,8 +87,21 @@ class CheckpointStore:
 
     @staticmethod
     def read(folder: Path) -> dict[str, Any]:
-        """The driver's state in a checkpoint."""
-        return json.loads((folder / MANIFEST).read_text())
+        """The driver's state in a checkpoint; tuples come back as lists."""
+        path = folder / OBJECTS
+        objects = pickle.loads(path.read_bytes()) if path.is_file() else []
+
+        def put_back(value: dict[str, Any]) -> Any:
+            return objects[value[OBJECT]] if value.keys() == {OBJECT} else value
+
+        return json.loads((folder / MANIFEST).read_text(), object_hook=put_back)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _step(folder: Path) -> str:

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.algos.algorithm import Algorithm
-from rlpost.batch import collate
-from rlpost.metrics import Metrics, Timers, merge, scalars
+from rlpost.batch import Batch, Group, collate
+from rlpost.metrics import Metric, Metrics, Reduce, Timers, merge, scalars
 from rlpost.trainer.config import TrainerConfig
 from rlpost.trainer.evaluate import Evaluator
 from rlpost.trainer.gate import ParityGate
-from rlpost.trainer.report import Reporter, rollout_metrics
+from rlpost.trainer.parity import ParityError
+from rlpost.trainer.report import Reporter
 from rlpost.trainer.source import RolloutSource
 from rlpost.trainer.state import CheckpointStore
 from rlpost.workers.group import WorkerGroup
@@ -81,14 +82,9 @@ class Trainer:
         """One step: n kept groups in, one new version out."""
         timers, metrics = self._timers, Metrics()
         with timers("step"):
-            with timers("generate"):
-                groups = await self._source.take(self._groups_per_step)
-            batch = collate(groups, self._n)
-            metrics |= rollout_metrics(groups, batch)
-            with timers("infer"):
-                for column in self._algorithm.needs():
-                    batch.update(await self._workers.infer(column, batch))
-                metrics |= await self._gate.check(batch, version=self.step - 1)
+            groups, batch, parity = await self._rollout()
+            metrics |= parity
+            metrics["throughput/tokens"] = Metric(batch.num_tokens, reduce=Reduce.SUM)
             columns, algo_metrics = self._algorithm.advantages(batch)
             batch.update(columns)
             metrics |= algo_metrics
@@ -102,6 +98,25 @@ class Trainer:
                 metrics |= await self._source.publish(version=self.step)
         self._reporter.rollouts(self.step, groups)
         return metrics | self._source.metrics() | timers.pop()
+
+    async def _rollout(self) -> tuple[list[Group], Batch, Metrics]:
+        """The step's, once trainer and engine agree on them: sampled anew where the engine had to be repaired."""
+        try:
+            return await self._sample()
+        except ParityError as error:
+            if not await self._gate.repair(error, self.step - 1):
+                raise
+        self._source.rewind()
+        return await self._sample()
+
+    async def _sample(self) -> tuple[list[Group], Batch, Metrics]:
+        with self._timers("generate"):
+            groups = await self._source.take(self._groups_per_step)
+        batch = collate(groups, self._n)
+        with self._timers("infer"):
+            for column in self._algorithm.needs():
+                batch.update(await self._workers.infer(column, batch))
+            return groups, batch, await self._gate.check(batch, version=self.step - 1)
 
     async def _profile(self, method: str, *args: Any) -> None:
         if self.step in self._cfg.profile_steps:

@@ -3,6 +3,15 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlpost.aiter import FAMILIES as AITER_FAMILIES
+
+
+def _switch(key: str, value: str) -> str:
+    """auto, on or off; YAML reads a bare on or off as a truth value."""
+    value = {"True": "on", "False": "off", "true": "on", "false": "off"}.get(str(value), str(value))
+    _one_of(key, value, ("auto", "on", "off"))
+    return value
+
 
 def _one_of(key: str, value: object, allowed: tuple) -> None:
     if value not in allowed:
@@ -90,7 +99,12 @@ class TrainRoleConfig:
 
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, ("fsdp2",))
-        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        if self.dtype == "float16":
+            raise ValueError(
+                "dtype=float16 of actor or critic: training in it needs a loss scaler, which rlpost does not have, or "
+                "small gradients become 0. Set bfloat16, which has float32's range (or float32)"
+            )
+        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         for key in ("ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", "ulysses_sequence_parallel_size"):
             _at_least(key, getattr(self, key), 1)
         if not self.grad_clip > 0:
@@ -144,6 +158,26 @@ class SamplingConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class AiterKernelsConfig:
+    """AITER's kernels by family, each auto, on or off. auto: on, save where docs/rocm.md names a hazard."""
+
+    attention: str = "auto"
+    rmsnorm: str = "auto"
+    rope: str = "auto"
+    moe: str = "auto"
+    linear: str = "auto"
+    quantization: str = "auto"
+
+    def __post_init__(self) -> None:
+        for key in AITER_FAMILIES:
+            setattr(self, key, _switch(f"rollout.aiter_kernels.{key}", getattr(self, key)))
+
+    def set_to(self, value: str) -> frozenset[str]:
+        """The families whose switch stands at `value`."""
+        return frozenset(key for key in AITER_FAMILIES if getattr(self, key) == value)
+
+
+@dataclass(slots=True, kw_only=True)
 class RolloutConfig:
     """The inference engine and how it samples."""
 
@@ -162,6 +196,8 @@ class RolloutConfig:
     max_num_batched_tokens: int | None = None
     enforce_eager: bool = False
     free_cache_engine: bool = True  # sleep while training when colocated on a GPU
+    weight_sync: str = "auto"  # auto (by topology), shm, ipc, gloo, nccl
+    weight_sync_timeout_s: float = 300.0  # for one bucket of weights to reach every replica
     update_weights_bucket_megabytes: int = 256
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the engine, checked against what it accepts
     startup_timeout_s: float = 600.0
@@ -169,12 +205,22 @@ class RolloutConfig:
     workflow: str = "single_turn"  # registered name or dotted path
     num_workers: int = 1  # processes that run workflows and rewards
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
+    aiter: str = "auto"  # AMD's kernels: auto (on under ROCm), on, off
+    aiter_kernels: AiterKernelsConfig = field(default_factory=AiterKernelsConfig)
+    aiter_on_fault: str = "disable"  # when AITER breaks parity: turn the families at fault off, or stop
+    aiter_max_restarts: int = 12  # of the engines, while looking for the families at fault
 
     def __post_init__(self) -> None:
+        self.aiter = _switch("rollout.aiter", self.aiter)
+        if self.aiter == "off" and (on := sorted(self.aiter_kernels.set_to("on"))):
+            raise ValueError(f"rollout.aiter=off and rollout.aiter_kernels.{on[0]}=on contradict each other: drop one")
+        _one_of("rollout.aiter_on_fault", self.aiter_on_fault, ("disable", "stop"))
+        _at_least("rollout.aiter_max_restarts", self.aiter_max_restarts, 2)
         for key in ("n", "tensor_model_parallel_size", "num_replicas", "num_workers", "max_num_seqs"):
             _at_least(f"rollout.{key}", getattr(self, key), 1)
         for key in (
             "max_num_batched_tokens",
+            "weight_sync_timeout_s",
             "update_weights_bucket_megabytes",
             "startup_timeout_s",
             "request_timeout_s",
@@ -190,4 +236,5 @@ class RolloutConfig:
             )
         if not 0.0 < self.gpu_memory_utilization < 1.0:
             raise ValueError(f"rollout.gpu_memory_utilization={self.gpu_memory_utilization}: must lie in (0, 1)")
+        _one_of("rollout.weight_sync", self.weight_sync, ("auto", "shm", "ipc", "gloo", "nccl"))
         _one_of("rollout.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))

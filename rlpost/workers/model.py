@@ -14,6 +14,25 @@ MAKER = "maker:"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class ModelShape:
+    """Of one model, what memory and kernels depend on; 0 where it is not known.
+
+    Attributes:
+        num_layers, num_kv_heads, head_dim: of attention.
+        kv_size: numbers that one layer caches for one token.
+        num_experts: 0 without mixture of experts.
+        latent_attention: keys and values are cached as one latent vector (MLA).
+    """
+
+    num_layers: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    kv_size: int = 0
+    num_experts: int = 0
+    latent_attention: bool = False
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class ModelInfo:
     """Facts about a checkpoint.
 
@@ -25,6 +44,7 @@ class ModelInfo:
         stop_token_ids: ids that end an answer: EOS of the tokenizer and of the generation config.
         max_position_embeddings: longest sequence the model was built for; 2**31 where its positions are stretched.
         trust_remote_code, override_config: of the `model` section, for whoever loads the checkpoint.
+        shape: see `ModelShape`.
     """
 
     path: str
@@ -35,6 +55,7 @@ class ModelInfo:
     max_position_embeddings: int
     trust_remote_code: bool = False
     override_config: dict[str, Any] = field(default_factory=dict)
+    shape: ModelShape = ModelShape()
 
 
 def resolve_path(path: str, cache: Path, seed: int, key: str = "model.path") -> Path:
@@ -116,8 +137,29 @@ def inspect(cfg: ModelConfig, cache: Path, seed: int) -> tuple[ModelInfo, PreTra
         max_position_embeddings=_longest(text),
         trust_remote_code=cfg.trust_remote_code,
         override_config=cfg.override_config,
+        shape=model_shape(text),
     )
     return info, tokenizer
+
+
+def model_shape(text_config: Any) -> ModelShape:
+    """Read the shape from a transformers config of a text model; its names differ from model to model."""
+
+    def first(*names: str) -> int:
+        return next((int(value) for name in names if (value := getattr(text_config, name, None))), 0)
+
+    heads = first("num_attention_heads")
+    kv_heads = first("num_key_value_heads") or heads
+    head_dim = first("head_dim") or (first("hidden_size") // heads if heads else 0)
+    latent = first("kv_lora_rank")
+    return ModelShape(
+        num_layers=first("num_hidden_layers"),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        kv_size=latent + first("qk_rope_head_dim") if latent else 2 * kv_heads * head_dim,
+        num_experts=first("num_experts", "num_local_experts", "n_routed_experts"),
+        latent_attention=bool(latent),
+    )
 
 
 def _longest(text_config: Any) -> int:

@@ -15,12 +15,15 @@ from torch import Tensor
 
 from rlpost.batch import Batch
 from rlpost.metrics import Metric, Metrics, Reduce, merge
-from rlpost.platform import free_port, host_address, platform
+from rlpost.platform import free_port, host_address, host_id, platform
 from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, RefConfig, TrainRoleConfig
 from rlpost.workers.dispatch import InferWork, TrainWork
 from rlpost.workers.engine.base import Output
 from rlpost.workers.engine.fsdp import FSDPEngine
 from rlpost.workers.model import ModelInfo
+from rlpost.workers.weight_sync.bucket import Bucket, Tensors
+from rlpost.workers.weight_sync.sender import Sender
+from rlpost.workers.weight_sync.topology import Place
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,7 +113,7 @@ class ModelWorker:
     def __init__(self, rank: int, world_size: int):
         self.rank, self.world_size = rank, world_size
         self.engines: dict[str, FSDPEngine] = {}
-        self._sender: Any = None
+        self._sender: Sender | None = None
         self._profiler: torch.profiler.profile | None = None
 
     # --- life ---
@@ -234,28 +237,33 @@ class ModelWorker:
 
     # --- weights to the rollout ---
 
-    def device_uuid(self) -> str:
-        """Identity of this rank's device; "cpu" without one."""
-        return platform().device_uuid()
+    def place(self) -> Place:
+        """Where this rank holds its weights."""
+        return Place(host_id(), (platform().device_uuid(),))
 
-    def open_sender(self, transport: str, dtype: str, bucket_bytes: int) -> None:
-        """Choose how the actor's weights leave this rank, once for all updates."""
-        from rlpost.workers.weight_sync.base import make_sender  # it imports the group, which imports this module
-
-        self._sender = make_sender(transport, self.engines["actor"], getattr(torch, dtype), bucket_bytes)
+    def open_sender(self, transport: str, dtype: str, bucket_bytes: int, num_readers: int, timeout_s: float) -> None:
+        """Choose how the actor's weights leave this rank, for all updates to come; see `Sender`."""
+        if self._sender is not None:
+            self._sender.abandon()
+        self._sender = Sender(
+            transport, self.engines["actor"], getattr(torch, dtype), bucket_bytes, num_readers, timeout_s
+        )
 
     @_explain_oom
-    def weight_manifest(self) -> Any:
+    def weight_manifest(self) -> Tensors:
         """What an update brings: name -> (shape, dtype name)."""
+        assert self._sender is not None, "open_sender first"
         return self._sender.manifest()
 
     @_explain_oom
-    def next_bucket(self) -> dict[str, Any] | None:
+    def next_bucket(self) -> Bucket | None:
         """The next bucket as its transport sends it, None after the last."""
+        assert self._sender is not None, "open_sender first"
         return self._sender.next_bucket()
 
     def close_sender(self) -> int | None:
         """End an update; the digest of what was sent, where this rank sends."""
+        assert self._sender is not None, "open_sender first"
         return self._sender.close()
 
     # --- state ---
@@ -279,6 +287,12 @@ class ModelWorker:
         self.engines[role].export_hf(Path(folder))
 
     # --- looking in ---
+
+    @torch.no_grad()
+    def scale_weights(self, factor: float) -> None:
+        """Multiply every weight of the actor, so that the engine's are clearly stale; `rlpost.tools.check` does so."""
+        for parameter in self.engines["actor"].model.parameters():
+            parameter.mul_(factor)
 
     def peak_memory_bytes(self) -> int:
         """Peak device memory reserved since the last training pass began."""

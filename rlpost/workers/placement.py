@@ -1,6 +1,7 @@
 """Which process sits on which device: one placement-group bundle a GPU, trainers and engines pinned to them."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -8,96 +9,191 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlpost.platform import Platform, cpu_count, platform
+from rlpost.platform import Platform, cpu_count, exported, platform
+from rlpost.rocm import check_architectures
 
 TRAINER_GPU_SHARE = 0.5  # what Ray counts for the trainer; engines take none and are pinned by bundle
 
 
+@dataclass(slots=True, frozen=True)
+class Pools:
+    """How many devices train and how many roll out; `shared` if they are the same. `asked` names keys and values."""
+
+    train: int
+    rollout: int
+    shared: bool
+    asked: str
+
+    @property
+    def total(self) -> int:
+        """Devices of the run."""
+        return self.train if self.shared else self.train + self.rollout
+
+    @staticmethod
+    def colocated(nnodes: int, per_node: int) -> "Pools":
+        """All devices do both."""
+        asked = f"cluster.nnodes={nnodes} x cluster.n_gpus_per_node={per_node}"
+        return Pools(nnodes * per_node, nnodes * per_node, True, asked)
+
+    @staticmethod
+    def disjoint(nnodes: int, per_node: int, train: int | None, rollout: int | None, limited: bool) -> "Pools":
+        """Devices of their own. What is None is the rest; if both are, half each.
+
+        Args:
+            limited: whether nnodes x per_node is all there is (not on CPU).
+
+        Raises:
+            ValueError: the pools exceed the cluster, or one of them is empty.
+        """
+        total = nnodes * per_node
+        if not limited:
+            train, rollout = train or total, rollout or 1
+        elif train is None:
+            rollout = total // 2 if rollout is None else rollout
+            train = total - rollout
+        elif rollout is None:
+            rollout = total - train
+        asked = f"trainer.train_gpus={train} + trainer.rollout_gpus={rollout}"
+        if limited and (train + rollout > total or train < 1 or rollout < 1):
+            raise ValueError(
+                f"{asked}: the pools need at least one GPU each and must not overlap, but cluster.nnodes={nnodes} x "
+                f"cluster.n_gpus_per_node={per_node} has {total}. Ask for fewer, or set trainer.share_gpus=true to let "
+                "both use the same GPUs"
+            )
+        return Pools(train, rollout, False, asked)
+
+
 @dataclass(slots=True)
 class Placement:
-    """Colocated placement of `num_ranks` trainer ranks and `num_ranks // tensor_parallel` engine replicas.
+    """Where `num_ranks` trainer ranks and `num_replicas` engine replicas sit.
 
-    On CPU there are no bundles: processes share the host.
+    Trainer rank i has bundle i. The engines' bundles begin at `first_engine_bundle`: 0 where both share the devices,
+    `num_ranks` where each has its own. On CPU there are no bundles: processes share the host.
     """
 
     num_ranks: int
     num_replicas: int
     tensor_parallel: int
     platform: Platform
+    first_engine_bundle: int = 0
     group: PlacementGroup | None = None
     device_ids: tuple[str, ...] = ()  # of each bundle, as its node names them
+    nodes: tuple[str, ...] = ()  # of each bundle
+    memory_bytes: int = 0  # of the smallest device; 0 on CPU
+    process_env: dict[str, str] = field(default_factory=dict)  # what the platform wants in every process
 
     @staticmethod
-    def create(
-        nnodes: int, gpus_per_node: int | None, tensor_parallel: int, num_replicas: int | None, timeout_s: float = 120.0
-    ) -> "Placement":
+    def create(pools: "Pools", tensor_parallel: int, num_replicas: int | None, timeout_s: float = 120.0) -> "Placement":
         """Reserve the devices.
 
         Raises:
-            ValueError: more GPUs asked for than Ray has, or a tensor-parallel size that does not divide them.
+            ValueError: more GPUs asked for than Ray has, of a kind that is not supported, or a tensor-parallel size
+                that does not divide those of rollout.
         """
         here = platform()
-        per_node = gpus_per_node or max(1, here.device_count())
-        num_ranks = nnodes * per_node
         if here.kind == "cpu":
-            return Placement(num_ranks, num_replicas or 1, tensor_parallel, here)
-        if num_ranks % tensor_parallel:
+            replicas = num_replicas or (1 if pools.shared else pools.rollout)
+            return Placement(pools.train, replicas, tensor_parallel, here)
+        if pools.rollout % tensor_parallel:
             raise ValueError(
-                f"rollout.tensor_model_parallel_size={tensor_parallel} does not divide the {num_ranks} GPUs "
-                "(cluster.nnodes x cluster.n_gpus_per_node)"
+                f"rollout.tensor_model_parallel_size={tensor_parallel} does not divide the {pools.rollout} GPUs "
+                f"of rollout ({pools.asked})"
             )
-        if num_replicas is not None and num_replicas * tensor_parallel != num_ranks:
+        if num_replicas is not None and num_replicas * tensor_parallel != pools.rollout:
             raise ValueError(
-                f"rollout.num_replicas={num_replicas} x rollout.tensor_model_parallel_size={tensor_parallel} make the "
-                f"{num_ranks} GPUs when colocated"
+                f"rollout.num_replicas={num_replicas} x rollout.tensor_model_parallel_size={tensor_parallel} must "
+                f"make the {pools.rollout} GPUs of rollout ({pools.asked})"
             )
         available = int(ray.cluster_resources().get("GPU", 0))
-        if available < num_ranks:
-            raise ValueError(
-                f"cluster.nnodes={nnodes} x cluster.n_gpus_per_node={per_node} asks for {num_ranks} GPUs, "
-                f"Ray has {available}"
-            )
-        group = placement_group([{"GPU": 1, "CPU": 1}] * num_ranks, strategy="PACK")
+        if available < pools.total:
+            raise ValueError(f"{pools.asked} asks for {pools.total} GPUs, Ray has {available}")
+        group = placement_group([{"GPU": 1, "CPU": 1}] * pools.total, strategy="PACK")
         try:
             ray.get(group.ready(), timeout=timeout_s)
         except GetTimeoutError as error:
             remove_placement_group(group)
+            left = ray.available_resources()
             raise RuntimeError(
-                f"cluster.nnodes={nnodes} x cluster.n_gpus_per_node={per_node}: {num_ranks} GPUs with a CPU core each "
-                f"did not become free within {timeout_s:g} s; Ray has {ray.available_resources()} left"
+                f"{pools.asked}: {pools.total} GPUs with a CPU core each did not become "
+                f"free within {timeout_s:g} s; Ray has {left.get('GPU', 0):g} GPUs and "
+                f"{left.get('CPU', 0):g} CPU cores free"
             ) from error
-        ids = tuple(ray.get([_bundle_device.options(**_pin(group, i), num_gpus=1).remote() for i in range(num_ranks)]))
-        return Placement(num_ranks, num_ranks // tensor_parallel, tensor_parallel, here, group, ids)
+        bundles = ray.get([_look.options(**_pin(group, i), num_gpus=1).remote() for i in range(pools.total)])
+        placement = Placement(
+            pools.train,
+            pools.rollout // tensor_parallel,
+            tensor_parallel,
+            here,
+            0 if pools.shared else pools.train,
+            group,
+            device_ids=tuple(bundle.device_id for bundle in bundles),
+            nodes=tuple(bundle.node for bundle in bundles),
+            memory_bytes=min(bundle.memory_bytes for bundle in bundles),
+            process_env=here.process_env(exported()),
+        )
+        try:
+            if here.kind == "rocm":
+                check_architectures({f"{b.device_id} of node {b.node}": b.arch for b in bundles})
+            placement.check_nodes()
+        except ValueError:
+            placement.remove()
+            raise
+        return placement
+
+    def check_nodes(self) -> None:
+        """An engine's processes see each other's devices, so they share a node.
+
+        Raises:
+            ValueError: an engine whose tensor-parallel ranks lie on more than one.
+        """
+        for replica in range(self.num_replicas):
+            bundles = self._bundles(replica)
+            if len(set(self.nodes[bundles])) > 1:
+                raise ValueError(
+                    f"rollout.tensor_model_parallel_size={self.tensor_parallel}: engine {replica} would lie on the "
+                    f"nodes {', '.join(sorted(set(self.nodes[bundles])))}; choose a size that divides "
+                    "cluster.n_gpus_per_node"
+                )
 
     def trainer_options(self, rank: int) -> dict[str, Any]:
         """Ray actor options of trainer `rank`; it sees one device, as its device 0."""
         if self.group is None:
             return {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(self._threads())}}}
-        env = self.platform.visibility_env([self.device_ids[rank]])
-        if self.platform.kind == "rocm":
-            env["HSA_ENABLE_IPC_MODE_LEGACY"] = "1"
-        return _pin(self.group, rank) | {"num_gpus": TRAINER_GPU_SHARE, "runtime_env": {"env_vars": env}}
+        return _pin(self.group, rank) | {
+            "num_gpus": TRAINER_GPU_SHARE,
+            "runtime_env": {"env_vars": self.trainer_env(rank)},
+        }
 
-    def engine_options(self, replica: int, engine: str) -> dict[str, Any]:
-        """Ray actor options of engine `replica`; it sees the devices of its tensor-parallel ranks."""
-        env = self.platform.engine_env(engine)
+    def trainer_env(self, rank: int) -> dict[str, str]:
+        """Environment of trainer `rank`."""
+        return self.process_env | self.platform.visibility_env([self.device_ids[rank]])
+
+    def engine_options(self, replica: int, env: Mapping[str, str]) -> dict[str, Any]:
+        """Ray actor options of engine `replica`; `env` is what it needs besides its devices."""
         if self.group is None:
-            return {"num_cpus": 0, "runtime_env": {"env_vars": env}}
-        first = replica * self.tensor_parallel
-        env |= self.platform.visibility_env(list(self.device_ids[first : first + self.tensor_parallel]))
-        return _pin(self.group, first) | {"num_gpus": 0, "runtime_env": {"env_vars": env}}
+            return {"num_cpus": 0, "runtime_env": {"env_vars": dict(env)}}
+        runtime_env = {"env_vars": self.engine_env(replica, env)}
+        return _pin(self.group, self._bundles(replica).start) | {"num_gpus": 0, "runtime_env": runtime_env}
+
+    def engine_env(self, replica: int, env: Mapping[str, str]) -> dict[str, str]:
+        """`env` and the devices of the tensor-parallel ranks of engine `replica`."""
+        devices = self.platform.visibility_env(self.device_ids[self._bundles(replica)])
+        return self.process_env | dict(env) | devices
 
     def service_options(self) -> dict[str, Any]:
         """Ray actor options of a service beside the engines, such as a reward model; it sees the first device."""
         if self.group is None:
             return {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(self._threads())}}}
-        env = self.platform.visibility_env([self.device_ids[0]])
-        return _pin(self.group, 0) | {"num_gpus": 0, "runtime_env": {"env_vars": env}}
+        return _pin(self.group, 0) | {"num_gpus": 0, "runtime_env": {"env_vars": self.trainer_env(0)}}
 
     def remove(self) -> None:
         """Give the bundles back."""
         if self.group is not None:
             remove_placement_group(self.group)
+
+    def _bundles(self, replica: int) -> slice:
+        start = self.first_engine_bundle + replica * self.tensor_parallel
+        return slice(start, start + self.tensor_parallel)
 
     def _threads(self) -> int:
         return max(1, cpu_count() // self.num_ranks)
@@ -108,7 +204,18 @@ def _pin(group: PlacementGroup, bundle: int) -> dict[str, Any]:
     return {"scheduling_strategy": strategy, "num_cpus": 0}
 
 
+@dataclass(slots=True, frozen=True)
+class _Bundle:
+    """The GPU that Ray reserved for a bundle; `device_id` as the node's visibility variable names it."""
+
+    node: str
+    device_id: str
+    arch: str
+    memory_bytes: int
+
+
 @ray.remote
-def _bundle_device() -> str:
-    """The id of the GPU that Ray reserved for this bundle, as the node's visibility variable names it."""
-    return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
+def _look() -> _Bundle:
+    """What is in a bundle. The GPUs of one node are taken to be alike."""
+    context, here = ray.get_runtime_context(), platform()
+    return _Bundle(context.get_node_id(), str(context.get_accelerator_ids()["GPU"][0]), here.arch, here.memory_bytes())

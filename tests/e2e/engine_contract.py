@@ -1,19 +1,28 @@
 """What every rollout engine must do, as functions of a started engine; `test_rollout_engines.py` runs them all."""
 
 import asyncio
+import importlib.util
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from rlpost.batch import Status
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.rollout.base import Completion, RolloutEngine, SamplingSpec, WeightManifest
-from rlpost.workers.weight_sync.ipc import Sender
+from rlpost.workers.weight_sync.sender import Sender
+from tests import tiny
 
+TITLES = {"vllm": "vLLM", "sglang": "SGLang"}  # of the engines that run in processes of their own
+SERVED = [
+    pytest.param(name, marks=pytest.mark.skipif(not importlib.util.find_spec(name), reason=f"no {title}"))
+    for name, title in TITLES.items()
+]
 EOS = 1
 NUM_TOKENS = 32  # in the tokenizer
 EMBEDDING = 64  # rows of the embedding: half of them belong to no token
@@ -25,15 +34,10 @@ PROMPTS = ([5, 6, 7], [8, 9, 10, 11, 12], [13] * 17, [3])
 
 def make_checkpoint(folder: Path, *, tied: bool, seed: int = 0) -> ModelInfo:
     """A two-layer Qwen3 with sharp random weights and a tokenizer of single characters."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
+    tiny.write_qwen3(
+        folder,
+        seed=seed,
         vocab_size=EMBEDDING,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,  # the least that vLLM has CPU attention for
         max_position_embeddings=1024,
         tie_word_embeddings=tied,
         initializer_range=0.2,
@@ -41,21 +45,13 @@ def make_checkpoint(folder: Path, *, tied: bool, seed: int = 0) -> ModelInfo:
         bos_token_id=None,
         pad_token_id=0,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS[: NUM_TOKENS - 3]])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     ).save_pretrained(folder)
-    return ModelInfo(
-        path=str(folder),
-        tokenizer_path=str(folder),
-        vocab_size=NUM_TOKENS,
-        embedding_size=EMBEDDING,
-        stop_token_ids=(EOS,),
-        max_position_embeddings=1024,
-    )
+    return tiny.model_info(folder, NUM_TOKENS)
 
 
 class Trainer:
@@ -95,15 +91,18 @@ def spec(temperature: float = 1.0, max_tokens: int = 8, stop: tuple[int, ...] = 
     return SamplingSpec(temperature=temperature, max_tokens=max_tokens, vocab_size=NUM_TOKENS, stop_token_ids=stop)
 
 
-async def push(engine: RolloutEngine, trainer: Trainer, version: int, bucket_bytes: int = 20_000) -> int:
-    """One update through shared memory, in several buckets; returns how many."""
-    sender = Sender("shm", trainer, torch.float32, bucket_bytes)
+async def push(
+    engine: RolloutEngine, trainer: Trainer, version: int, bucket_bytes: int = 20_000, transport: str = "shm"
+) -> int:
+    """One update in several buckets; returns how many."""
+    sender = Sender(transport, trainer, torch.float32, bucket_bytes, num_readers=len(await engine.device_uuids()))
     await engine.begin_update(WeightManifest(version=version, tensors=sender.manifest()))
     num_buckets = 0
     while bucket := sender.next_bucket():
         await engine.load_bucket(bucket)
         num_buckets += 1
     assert await engine.finish_update(version) == sender.close()
+    sender.abandon()
     return num_buckets
 
 
@@ -148,6 +147,31 @@ async def check_stop_and_length(engine: RolloutEngine, trainer: Trainer) -> None
     assert cut.status is Status.LENGTH and len(cut.token_ids) == len(cut.logprobs) == len(cut.versions) == 3
 
 
+async def check_only_given_stops(engine: RolloutEngine, trainer: Trainer) -> None:
+    """The model's EOS ends nothing unless it is asked to."""
+    other = 2
+    completions = await engine.generate(PROMPTS[0], spec(1.7, 60, (other,)), seed=7, request_id="stops", n=16)
+    assert any(EOS in c.token_ids[:-1] for c in completions)
+    for c in completions:
+        assert other not in c.token_ids[:-1]
+        assert c.status is (Status.STOP if c.token_ids[-1] == other else Status.LENGTH)
+        assert c.status is Status.STOP or len(c.token_ids) == 60
+    assert mean_difference(trainer, PROMPTS[0], completions, 1.7) < 1e-4
+
+
+async def check_truncation(engine: RolloutEngine, trainer: Trainer) -> None:
+    """Validation's top_k and top_p: only kept ids come, and their logprobs are renormalised over the kept."""
+    few = replace(spec(1.0, 1, ()), top_k=3)
+    fewer = replace(spec(1.0, 1, ()), top_p=0.3)
+    likeliest = trainer.logits(PROMPTS[1])[-1].log_softmax(-1).sort(descending=True)
+    reached = int((likeliest.values.exp().cumsum(0) < 0.3).sum()) + 1
+    for truncated, kept in ((few, 3), (fewer, reached)):
+        completions = await engine.generate(PROMPTS[1], truncated, seed=1, request_id=f"kept{kept}", n=16)
+        logprobs = dict(zip(likeliest.indices[:kept].tolist(), likeliest.values[:kept].log_softmax(0), strict=True))
+        for c in completions:
+            np.testing.assert_allclose(c.logprobs[0], logprobs[int(c.token_ids[0])], atol=1e-4)
+
+
 async def check_padded_ids(engine: RolloutEngine) -> None:
     """At a high temperature every id is likely; none beyond the tokenizer's may come."""
     completions = await engine.generate(PROMPTS[2], spec(2.0, 40, ()), seed=0, request_id="pad", n=16)
@@ -188,6 +212,20 @@ async def check_update(engine: RolloutEngine, trainer: Trainer, version: int) ->
     assert mean_difference(trainer, PROMPTS[1], [before], 1.0) > 0.05, "the new weights are hardly different"
     assert await push(engine, trainer, version) > 2
     completions = await engine.generate(PROMPTS[1], spec(), seed=1, request_id=f"new{version}", n=8)
+    assert mean_difference(trainer, PROMPTS[1], completions, 1.0) < 1e-4
+    assert all((c.versions == version).all() for c in completions)
+
+
+async def check_update_gloo(engine: RolloutEngine, trainer: Trainer, version: int) -> None:
+    """Weights that are broadcast; after an update that was given up, as when another replica dies on the way."""
+    trainer.shake(1000 + version)
+    abandoned = Sender("gloo", trainer, torch.float32, 20_000, num_readers=len(await engine.device_uuids()))
+    await engine.begin_update(WeightManifest(version=version, tensors=abandoned.manifest()))
+    for _ in range(2):
+        await engine.load_bucket(abandoned.next_bucket())
+    abandoned.abandon()
+    assert await push(engine, trainer, version, transport="gloo") > 2
+    completions = await engine.generate(PROMPTS[1], spec(), seed=1, request_id=f"gloo{version}", n=8)
     assert mean_difference(trainer, PROMPTS[1], completions, 1.0) < 1e-4
     assert all((c.versions == version).all() for c in completions)
 

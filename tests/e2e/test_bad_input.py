@@ -1,5 +1,6 @@
 """Mistakes of the user: the exit status says whose fault it is, a message names key, row or file, and nothing hangs."""
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -120,6 +121,11 @@ def test_unknown_reward_workflow_engine_and_estimator_name_near_ones(attempt, ch
     assert "did you mean 'single_turn'" in attempt(*small(checkpoint, "rollout.workflow=single_turns"))
     assert "vllm" in attempt(*small(checkpoint, "rollout.name=vlm"))
     assert "algo.adv_estimator=grppo" in attempt(*small(checkpoint, "algo.adv_estimator=grppo"))
+
+
+def test_engine_that_is_not_installed_names_its_extra_before_anything_starts(attempt, checkpoint, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'rlpost[vllm]'" in attempt(*small(checkpoint, "rollout=vllm"))
 
 
 def test_resume_from_a_wrong_path(attempt, checkpoint, tmp_path):

@@ -51,5 +51,6 @@ def test_sweep_goes_on_after_failed_jobs_and_says_what_failed(checkpoint, tmp_pa
         assert part in run.stderr
     (metrics,) = read_jsonl(jobs["3"] / "metrics.jsonl")  # the budget ended with one group, which is trained on
     assert metrics["groups/kept"] == 1 and metrics["groups/dropped_all_1"] == 7 and metrics["actor/grad_norm"] > 0
+    assert metrics["reward/accuracy"] == (7 * 4 + 2) / 32  # of all eight groups
     assert "Traceback" not in run.stderr
     assert run.left_behind() == []

@@ -1,18 +1,15 @@
 """The parity gate on a real engine and a real trainer rank: silent when all is well; faults planted one at a time."""
 
 import asyncio
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-import ray
 import torch
 from safetensors.torch import load_file
 
 from rlpost.batch import Prompt, collate
-from rlpost.platform import RAY_ENV, platform
+from rlpost.platform import platform
 from rlpost.rewards.config import RewardConfig, RewardTermConfig
 from rlpost.trainer.gate import ParityGate
 from rlpost.trainer.parity import ParityError
@@ -24,10 +21,9 @@ from rlpost.workers.weight_sync.base import BucketSync
 from tests.e2e import engine_contract as contract
 from tests.ray.test_rollout_pool import Trainers
 
-ROOT = Path(__file__).parents[2]
 N, LIMIT = 4, 1e-3
 
-pytestmark = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="no vLLM")
+pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.parametrize("engine", contract.SERVED)]
 
 
 def push_up(micro, output):
@@ -56,12 +52,12 @@ class Source:
 class Rig:
     """One engine, one trainer rank, one gate over a checkpoint with or without tied embeddings."""
 
-    def __init__(self, folder, *, tied):
+    def __init__(self, engine, folder, *, tied):
         self.workers = None
         self.folder, self.info = folder, contract.make_checkpoint(folder, tied=tied)
         self.placement = Placement(num_ranks=1, num_replicas=1, tensor_parallel=1, platform=platform())
         self.pool = RolloutPool(
-            RolloutConfig(name="vllm", dtype="float32", max_num_seqs=64),
+            RolloutConfig(name=engine, dtype="float32", max_num_seqs=64),
             self.info,
             RewardConfig(terms={"length": RewardTermConfig(fn="length", kwargs={"max_length": 40})}),
             self.placement,
@@ -92,14 +88,6 @@ class Rig:
         await self.pool.shutdown()
         if self.workers is not None:
             self.workers.shutdown()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray():
-    env = RAY_ENV | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": env})
-    yield
-    ray.shutdown()
 
 
 async def expect(gate, batch, cause, version=0):
@@ -159,9 +147,9 @@ async def check_stale_head(rig):
     await expect(rig.gate, await rig.source.batch(), "stale weights")
 
 
-def test_gate_passes_healthy_weights_and_names_each_planted_fault(tmp_path):
+def test_gate_passes_healthy_weights_and_names_each_planted_fault(engine, tmp_path):
     async def main():
-        rig = Rig(tmp_path, tied=True)
+        rig = Rig(engine, tmp_path, tied=True)
         try:
             await rig.start()
             await check_healthy(rig, 0)
@@ -178,9 +166,9 @@ def test_gate_passes_healthy_weights_and_names_each_planted_fault(tmp_path):
     asyncio.run(main())
 
 
-def test_gate_catches_a_head_left_stale(tmp_path):
+def test_gate_catches_a_head_left_stale(engine, tmp_path):
     async def main():
-        rig = Rig(tmp_path, tied=False)
+        rig = Rig(engine, tmp_path, tied=False)
         try:
             await rig.start()
             await check_healthy(rig, 0)

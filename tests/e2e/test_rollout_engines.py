@@ -1,35 +1,28 @@
 """The rollout contract on real engines. One start of an engine serves all its checks."""
 
 import asyncio
-import importlib.util
 from pathlib import Path
 
 import psutil
 import pytest
 
+from rlpost.platform import platform
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.rollout.base import ENGINES, RolloutEngine
 from tests.e2e import engine_contract as contract
 
-ENGINE_NAMES = [
-    "hf",
-    pytest.param("vllm", marks=pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="no vLLM")),
-]
-needs_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="no vLLM")
-
 
 def engine_processes() -> list[psutil.Process]:
     """The engine cores below this process; they may or may not have named themselves yet."""
-    marks = ("VLLM::", "spawn_main")
+    marks = ("VLLM::", "sglang::", "spawn_main")
     return [p for p in psutil.Process().children(recursive=True) if any(m in " ".join(p.cmdline()) for m in marks)]
 
 
 @pytest.fixture(autouse=True)
 def engine_environment(monkeypatch):
-    from rlpost.platform import platform
-
-    for key, value in platform().engine_env("vllm").items():
-        monkeypatch.setenv(key, value)
+    for engine in contract.TITLES:
+        for key, value in platform().engine_env(engine).items():
+            monkeypatch.setenv(key, value)
     yield
     left = [p.cmdline() for p in engine_processes()]
     assert not left, f"processes left behind: {left}"
@@ -47,7 +40,7 @@ def make_engine(name: str, folder: Path, *, tied: bool, **changes) -> tuple[Roll
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("name", ENGINE_NAMES)
+@pytest.mark.parametrize("name", ["hf", *contract.SERVED])
 def test_engine_honours_the_contract(name, tied, tmp_path):
     async def main() -> None:
         engine, trainer = make_engine(name, tmp_path, tied=tied)
@@ -57,6 +50,8 @@ def test_engine_honours_the_contract(name, tied, tmp_path):
             await contract.check_logprobs(engine, trainer)
             await contract.check_seeds(engine)
             await contract.check_stop_and_length(engine, trainer)
+            await contract.check_only_given_stops(engine, trainer)
+            await contract.check_truncation(engine, trainer)
             await contract.check_padded_ids(engine)
             await contract.check_concurrency(engine, trainer)
             await contract.check_abort(engine)
@@ -67,35 +62,37 @@ def test_engine_honours_the_contract(name, tied, tmp_path):
             await contract.check_pause_keep(engine, trainer, 3)
             await contract.check_pause_abort(engine)
             await contract.check_sleep(engine, trainer)
-            assert await engine.device_uuids() == ["cpu"]
+            await contract.check_update_gloo(engine, trainer, 4)
+            assert await engine.device_uuids() == [platform().device_uuid()]
         finally:
             await engine.shutdown()
 
     asyncio.run(main())
 
 
-@needs_vllm
-def test_vllm_that_does_not_start_says_why(tmp_path):
+@pytest.mark.parametrize("name", contract.SERVED)
+def test_engine_that_does_not_start_says_why(name, tmp_path):
     async def main() -> None:
-        engine, _ = make_engine("vllm", tmp_path, tied=True)
+        engine, _ = make_engine(name, tmp_path, tied=True)
         (tmp_path / "model.safetensors").unlink()  # which only the engine's own process looks at
-        with pytest.raises(RuntimeError, match="vLLM did not start: .*Cannot find any model weights"):
+        failure = f"{contract.TITLES[name]} did not start: .*Cannot find any model weights"
+        with pytest.raises(RuntimeError, match=failure):
             await engine.start()
         await engine.shutdown()
 
     asyncio.run(main())
 
 
-@needs_vllm
-def test_vllm_reports_why_it_died(tmp_path):
+@pytest.mark.parametrize("name", contract.SERVED)
+def test_engine_reports_why_it_died(name, tmp_path):
     async def main() -> None:
-        engine, _ = make_engine("vllm", tmp_path, tied=True)
+        engine, _ = make_engine(name, tmp_path, tied=True)
         await engine.start()
         try:
             assert engine_processes()
             for process in engine_processes():
                 process.kill()
-            with pytest.raises(RuntimeError, match="the vLLM engine died"):
+            with pytest.raises(RuntimeError, match=f"the {contract.TITLES[name]} engine died"):
                 await engine.generate([3], contract.spec(), seed=0, request_id="r", n=8)
         finally:
             await engine.shutdown()

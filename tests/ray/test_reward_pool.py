@@ -1,23 +1,14 @@
 """The killable processes of `RewardScorer` inside a Ray actor."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pytest
 import ray
 
 from rlpost.batch import Prompt
 from rlpost.rewards.base import Answer, Reward
 from rlpost.rewards.config import RewardConfig, RewardTermConfig
 from rlpost.rewards.scorer import RewardScorer, Scored
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=1, include_dashboard=False)
-    yield
-    ray.shutdown()
 
 
 class ScoringActor:
@@ -33,7 +24,7 @@ class ScoringActor:
         self.scorer.close()
 
 
-def test_pool_survives_a_hang_inside_an_actor(cluster: None, tmp_path: Path) -> None:
+def test_pool_survives_a_hang_inside_an_actor(local_ray: None, tmp_path: Path) -> None:
     (tmp_path / "actor_rewards.py").write_text(
         "import time\n\n"
         "def fn(prompt, answers):\n"

@@ -1,16 +1,15 @@
 """The driver's side of rollout: pool, workflow workers, engine workers and weight sync as Ray actors."""
 
 import asyncio
-from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
 import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
+from transformers import AutoTokenizer, Qwen3ForSequenceClassification
 
 from rlpost.batch import Prompt, Provenance
-from rlpost.platform import RAY_ENV, platform
+from rlpost.platform import host_id, platform
 from rlpost.rewards.config import RewardConfig, RewardModelConfig, RewardTermConfig
 from rlpost.rewards.model import RewardModel
 from rlpost.workers.config import RolloutConfig
@@ -18,18 +17,12 @@ from rlpost.workers.model import ModelInfo
 from rlpost.workers.placement import Placement
 from rlpost.workers.rollout.pool import RolloutPool
 from rlpost.workers.weight_sync.base import BucketSync
-from rlpost.workers.weight_sync.ipc import Sender
+from rlpost.workers.weight_sync.sender import Sender
+from rlpost.workers.weight_sync.topology import Place
+from tests import tiny
 from tests.e2e import engine_contract as contract
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray():
-    env = RAY_ENV | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": env})
-    yield
-    ray.shutdown()
+pytestmark = pytest.mark.usefixtures("local_ray")
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +72,11 @@ class Trainers:
     def __init__(self, info: ModelInfo):
         self.trainer = contract.Trainer(info)
 
-    def device_uuid(self):
-        return "cpu"
+    def place(self):
+        return Place(host_id(), ("cpu",))
 
-    def open_sender(self, transport, dtype, bucket_bytes):
-        self.sender = Sender(transport, self.trainer, getattr(torch, dtype), bucket_bytes)
+    def open_sender(self, transport, dtype, bucket_bytes, *group):
+        self.sender = Sender(transport, self.trainer, getattr(torch, dtype), bucket_bytes, *group)
 
     def weight_manifest(self):
         return self.sender.manifest()
@@ -148,7 +141,7 @@ def test_pool_scores_groups_in_order_syncs_weights_and_pauses(info):
 def test_pool_raises_the_engines_own_errors(info):
     async def main() -> None:
         pool = make_pool(info, engine_kwargs={"nothing": 1})
-        with pytest.raises(Exception, match="the hf engine takes no arguments"):
+        with pytest.raises(ValueError, match="^rollout.engine_kwargs.nothing: the hf engine takes no arguments"):
             await pool.start()
         assert pool.engines == []
         pool = make_pool(info)
@@ -166,11 +159,7 @@ def test_pool_raises_the_engines_own_errors(info):
 
 
 def test_pool_serves_a_reward_model(info, tmp_path):
-    config = Qwen3Config(
-        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, num_labels=1, pad_token_id=0,
-    )  # fmt: skip
-    Qwen3ForSequenceClassification(config).save_pretrained(tmp_path)
+    tiny.write_qwen3(tmp_path, Qwen3ForSequenceClassification, num_labels=1, pad_token_id=0)
     tokenizer = AutoTokenizer.from_pretrained(info.tokenizer_path)
     tokenizer.save_pretrained(tmp_path)
     judge = RewardModelConfig(path=str(tmp_path))

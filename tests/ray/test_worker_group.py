@@ -4,53 +4,29 @@ import asyncio
 from pathlib import Path
 
 import pytest
-import ray
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from ray.exceptions import ActorDiedError
+from transformers import AutoModelForCausalLM
 
 from rlpost.batch import Batch, Provenance
 from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, OptimConfig, RefConfig
 from rlpost.workers.group import WorkerGroup
 from rlpost.workers.model import ModelInfo
-from rlpost.workers.placement import Placement
+from rlpost.workers.model_worker import OutOfDeviceMemory
+from rlpost.workers.placement import Placement, Pools
+from tests import tiny
 
 VOCAB = 32
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+pytestmark = pytest.mark.usefixtures("local_ray")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> ModelInfo:
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-    )
-    Qwen3ForCausalLM(config).float().save_pretrained(folder)
-    return ModelInfo(
-        path=str(folder),
-        tokenizer_path=str(folder),
-        vocab_size=VOCAB,
-        embedding_size=VOCAB,
-        stop_token_ids=(1,),
-        max_position_embeddings=64,
-    )
+    return tiny.model_info(tiny.write_qwen3(tmp_path_factory.mktemp("model"), vocab_size=VOCAB))
 
 
 @pytest.fixture(scope="module")
-def group(cluster, model):
+def group(local_ray, model):
     optim = OptimConfig(lr=1e-2)
     common = {
         "ppo_mini_batch_size": 2,
@@ -65,7 +41,7 @@ def group(cluster, model):
         ActorConfig(**common),
         ref=RefConfig(),
         critic=CriticConfig(**common),
-        placement=Placement.create(1, 2, 1, 1),
+        placement=Placement.create(Pools.colocated(1, 2), 1, 1),
         collective_timeout_s=60.0,
     )
     yield group
@@ -141,12 +117,17 @@ def test_sequence_over_the_budget_names_the_key(group):
         asyncio.run(group.infer("old_logprobs", batch))
 
 
-def test_error_of_one_rank_reaches_the_driver_as_it_is(cluster, model):
-    """The other rank waits in a collective for a minute; the driver does not."""
+def create(model, num_ranks=1, **changes):
     actor = ActorConfig(ppo_max_token_len_per_gpu=64, ppo_mini_batch_size=3)
-    group = WorkerGroup.create(
-        model, ModelConfig(path=model.path), actor, placement=Placement.create(1, 2, 1, 1), collective_timeout_s=60.0
+    placement = Placement.create(Pools.colocated(1, num_ranks), 1, 1)
+    return WorkerGroup.create(
+        model, ModelConfig(path=model.path), actor, placement=placement, collective_timeout_s=60.0, **changes
     )
+
+
+def test_error_of_one_rank_reaches_the_driver_as_it_is(model):
+    """The other rank waits in a collective for a minute; the driver does not."""
+    group = create(model, num_ranks=2)
 
     def fail_on_rank_1(micro, output):
         if torch.distributed.get_rank() == 1:
@@ -158,11 +139,37 @@ def test_error_of_one_rank_reaches_the_driver_as_it_is(cluster, model):
     group.shutdown()
 
 
-def test_missing_checkpoint_fails_in_create(cluster, model, tmp_path: Path):
+def test_out_of_memory_inside_a_loss_reaches_the_driver_with_what_to_lower(model):
+    def too_large(micro, output):
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    started = []
+    group = create(model, on_start=started.append)
+    assert started == [group]
+    with pytest.raises(OutOfDeviceMemory, match="rank 0 ran out .* 'train actor': tried to allocate 2 GiB") as caught:
+        asyncio.run(group.train("actor", _batch(), too_large))
+    assert "Lower actor.ppo_max_token_len_per_gpu" in str(caught.value)
+    group.shutdown()
+
+
+def test_on_start_gets_the_group_early_enough_to_end_it_while_it_loads(model):
+    """As `build` does, which waits for the engines beside it and may have to give up."""
+    sizes = []
+
+    def end(group):
+        sizes.append(group.num_ranks)
+        group.shutdown()
+
+    with pytest.raises(ActorDiedError):
+        create(model, num_ranks=2, on_start=end)
+    assert sizes == [2]
+
+
+def test_missing_checkpoint_fails_in_create(model, tmp_path: Path):
     with pytest.raises(ValueError, match=str(tmp_path)):
         WorkerGroup.create(
             ModelInfo(**{n: getattr(model, n) for n in ModelInfo.__slots__} | {"path": str(tmp_path)}),
             ModelConfig(path=str(tmp_path)),
             ActorConfig(),
-            placement=Placement.create(1, 1, 1, 1),
+            placement=Placement.create(Pools.colocated(1, 1), 1, 1),
         )

@@ -70,18 +70,27 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """d logp(y) / d z = onehot(y) - p and d H / d z = -p (log p + H), for logits z, p = softmax(z), entropy H."""
+    """d logp(y) / d z = onehot(y) - p and d H / d z = -p (log p + H), for logits z, p = softmax(z), entropy H.
+
+    With z shifted to a maximum of 0 and S = sum exp(z), H = log S - sum(z exp(z)) / S: one pass more, not a softmax.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, vocab_size, entropy, chunk):
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         normalizers, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
         for rows in _chunks(len(targets), chunk):
-            logits = _logits(hidden[rows], weight, bias, temperature, vocab_size)
-            normalizers[rows] = logits.logsumexp(-1)
-            logprobs[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - normalizers[rows]
+            # without the padded ids: their -inf would make a NaN of 0 * -inf
+            logits = _logits(hidden[rows], weight, bias, temperature, vocab_size)[:, :vocab_size]
+            top = logits.amax(-1, keepdim=True)
+            logits.sub_(top)
+            exponentials = logits.exp()
+            total = exponentials.sum(-1)
+            log_total = total.log()
+            normalizers[rows] = log_total + top.squeeze(1)
+            logprobs[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - log_total
             if entropy:
-                entropies[rows] = torch.special.entr(logits.sub_(normalizers[rows, None]).exp_()).sum(-1)
+                entropies[rows] = log_total - exponentials.mul_(logits).sum(-1) / total
         ctx.save_for_backward(hidden, weight, bias, targets, normalizers, entropies)
         ctx.settings = temperature, vocab_size, chunk
         ctx.set_materialize_grads(False)

@@ -2,14 +2,16 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from rlpost.batch import Status
-from rlpost.registry import Registry
+from rlpost.platform import host_id
+from rlpost.registry import Registry, near
+from rlpost.workers.weight_sync.topology import Place
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -50,6 +52,16 @@ class Completion:
     status: Status
     extras: dict[str, Any] = field(default_factory=dict)
 
+    @staticmethod
+    def empty() -> "Completion":
+        """A sample that was cut off before its first token."""
+        return Completion(
+            token_ids=np.empty(0, np.int64),
+            logprobs=np.empty(0, np.float32),
+            versions=np.empty(0, np.int32),
+            status=Status.ABORT,
+        )
+
 
 def request_seed(*parts: object) -> int:
     """A seed that depends on nothing but `parts`, alike in every process and run."""
@@ -66,6 +78,31 @@ def join(first: Completion, second: Completion) -> Completion:
         status=second.status,
         extras=first.extras | second.extras,
     )
+
+
+def check_engine_kwargs(
+    engine_kwargs: Mapping[str, Any], engine: str, accepted: Collection[str], reserved: Mapping[str, str | None]
+) -> None:
+    """Check `rollout.engine_kwargs` against what the engine takes.
+
+    Args:
+        engine: its name, for the message.
+        accepted: the arguments it takes.
+        reserved: those that are not the user's to set here -> the config key that sets them, None where rlpost does.
+
+    Raises:
+        ValueError: a key that the engine does not know, or that is reserved.
+    """
+    for key in engine_kwargs:
+        if key in reserved:
+            instead = f"set {reserved[key]} instead" if reserved[key] else "rlpost sets it; leave it out"
+            raise ValueError(f"rollout.engine_kwargs.{key}: {instead}")
+        if key not in accepted:
+            raise ValueError(f"rollout.engine_kwargs.{key}: {engine} takes no such argument; {near(key, accepted)}")
+
+
+class EngineLost(RuntimeError):
+    """An engine's processes are gone, or it does not answer: it will not come back, and others can do its work."""
 
 
 class RolloutEngine(ABC):
@@ -112,6 +149,8 @@ class RolloutEngine(ABC):
     async def begin_update(self, manifest: "WeightManifest") -> None:
         """Open an update; names and shapes are checked before anything is written.
 
+        Where one is open, it is given up: what it has written will be overwritten.
+
         Raises:
             ValueError: the manifest is not what the engine's checkpoint holds; names the difference.
         """
@@ -124,12 +163,17 @@ class RolloutEngine(ABC):
     async def finish_update(self, version: int) -> int | None:
         """Close the update: post-process, drop caches, take `version`.
 
-        Returns the digest of the bytes received, None where the engine's own receiver does not give one.
+        Returns the digest of the bytes received (`MISSED` when not all came), None where the engine's own receiver does
+        not give one.
         """
 
     @abstractmethod
     async def device_uuids(self) -> list[str]:
         """The physical devices that hold this replica's weights, one a tensor-parallel rank; "cpu" without one."""
+
+    async def place(self) -> Place:
+        """Where this replica holds its weights."""
+        return Place(host_id(), tuple(await self.device_uuids()))
 
     @abstractmethod
     async def shutdown(self) -> None:
@@ -146,5 +190,6 @@ class WeightManifest:
 
 # name -> class, built as `cls(cfg: RolloutConfig, model: ModelInfo, max_model_len: int)`
 ENGINES: Registry[Callable[..., RolloutEngine]] = Registry(
-    "rollout engine", modules=("rlpost.workers.rollout.vllm", "rlpost.workers.rollout.hf")
+    "rollout engine",
+    modules=tuple(f"rlpost.workers.rollout.{name}" for name in ("vllm", "sglang", "hf")),
 )

@@ -18,7 +18,8 @@ from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.rollout.base import ENGINES, Completion, RolloutEngine, SamplingSpec, WeightManifest
 from rlpost.workers.rollout.manifest import UpdateLedger, check_manifest
-from rlpost.workers.weight_sync.ipc import BucketReader
+from rlpost.workers.rollout.sampling import truncate
+from rlpost.workers.weight_sync.reader import BucketReader
 
 
 @ENGINES.register("hf")
@@ -26,13 +27,6 @@ class HFEngine(RolloutEngine):
     """One model in this process."""
 
     def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int):
-        if cfg.engine_kwargs:
-            raise ValueError(f"rollout.engine_kwargs.{next(iter(cfg.engine_kwargs))}: the hf engine takes no arguments")
-        if cfg.tensor_model_parallel_size != 1:
-            raise ValueError(
-                f"rollout.tensor_model_parallel_size={cfg.tensor_model_parallel_size}: the hf engine runs on one "
-                "device; set it to 1 or use rollout=vllm"
-            )
         self._cfg, self._info, self._max_model_len = cfg, model, max_model_len
         self._model: Any = None
         self._reader = BucketReader(platform().device())
@@ -46,13 +40,24 @@ class HFEngine(RolloutEngine):
         self._waiting = 0  # running requests held by a pause
 
     async def start(self) -> None:
-        """See `RolloutEngine.start`."""
-        info = self._info
+        """See `RolloutEngine.start`.
+
+        Raises:
+            ValueError: a setting that this engine does not have.
+        """
+        cfg, info = self._cfg, self._info
+        if cfg.engine_kwargs:
+            raise ValueError(f"rollout.engine_kwargs.{next(iter(cfg.engine_kwargs))}: the hf engine takes no arguments")
+        if cfg.tensor_model_parallel_size != 1:
+            raise ValueError(
+                f"rollout.tensor_model_parallel_size={cfg.tensor_model_parallel_size}: the hf engine runs on one "
+                "device; set it to 1 or use rollout=vllm"
+            )
         config = AutoConfig.from_pretrained(info.path, trust_remote_code=info.trust_remote_code, **info.override_config)
         model = AutoModelForCausalLM.from_pretrained(
             info.path,
             config=config,
-            dtype=platform().dtype(self._cfg.dtype),
+            dtype=platform().dtype(cfg.dtype),
             trust_remote_code=info.trust_remote_code,
         )
         self._model = model.eval().requires_grad_(False).to(platform().device())
@@ -110,6 +115,7 @@ class HFEngine(RolloutEngine):
                 f"weight update {manifest.version}: {len(self._running)} requests are running; pause first"
             )
         check_manifest(manifest, {name: tuple(p.shape) for name, p in self._model.named_parameters()})
+        self._reader.close()
         self._ledger = UpdateLedger(manifest)
         self._open.clear()
 
@@ -117,6 +123,9 @@ class HFEngine(RolloutEngine):
         """See `RolloutEngine.load_bucket`."""
         assert self._ledger is not None, "load_bucket outside an update"
         self._ledger.take(bucket["names"])
+        await asyncio.to_thread(self._write, bucket)  # it may have to wait for the trainer and for other replicas
+
+    def _write(self, bucket: dict[str, Any]) -> None:
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         for name, tensor in self._reader.read(bucket):
             parameters[name].copy_(tensor)
@@ -137,6 +146,7 @@ class HFEngine(RolloutEngine):
     async def shutdown(self) -> None:
         """See `RolloutEngine.shutdown`."""
         self._model = None
+        self._reader.leave()
         platform().empty_cache()
 
     async def _sample(
@@ -201,17 +211,8 @@ def sample(
     if spec.temperature == 0.0:
         chosen = logits.argmax(dim=-1)
     else:
-        logits = truncate(logits / spec.temperature, spec.top_k, spec.top_p)
+        top_k = spec.top_k if spec.top_k > 0 else logits.shape[1]
+        logits = truncate(logits / spec.temperature, top_k, spec.top_p)
         rows = zip(logits.softmax(dim=-1), generators, strict=True)
         chosen = torch.cat([torch.multinomial(row, 1, generator=generator) for row, generator in rows])
     return chosen, logits.log_softmax(dim=-1).gather(1, chosen[:, None])[:, 0]
-
-
-def truncate(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Keep the `top_k` likeliest ids (-1: all), of those the fewest whose mass reaches `top_p`; the rest is -inf."""
-    ordered, order = logits.sort(dim=-1, descending=True)
-    if top_k > 0:
-        ordered[:, top_k:] = -torch.inf
-    probabilities = ordered.softmax(dim=-1)
-    ordered[probabilities.cumsum(dim=-1) - probabilities >= top_p] = -torch.inf
-    return torch.empty_like(logits).scatter_(1, order, ordered)

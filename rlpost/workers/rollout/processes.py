@@ -1,15 +1,23 @@
 """The processes an engine starts: what they said before they died, and that none of them outlives us."""
 
+import asyncio
+import ctypes
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
+
+from rlpost.workers.rollout.base import EngineLost
+
+WATCH_S = 0.5  # between two looks at an engine's processes
 
 _CAUSE = re.compile(r"\b\w+(?:\.\w+)*(?:Error|Exception|Interrupt)\b: .+")
 _FOLLOWS = re.compile(r"EngineDeadError|Engine core initialization failed|EngineCore encountered an issue")
@@ -78,6 +86,116 @@ class Guard:
         """The processes have ended."""
         self._shell.kill()
         self._shell.wait()
+
+
+class EngineProcesses:
+    """The processes of one engine: started within a time limit, watched while it runs, ended with it.
+
+    Args:
+        name: what messages call the engine.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._log = ProcessLog()
+        self._children: set[psutil.Process] = set()
+        self._guard: Guard | None = None
+        self._death: asyncio.Task[None] | None = None  # done when a process of the engine has ended
+
+    @contextmanager
+    def starting(self, timeout_s: float) -> Iterator[None]:
+        """What is started inside belongs to the engine; its processes are ended when that fails or takes too long.
+
+        Raises:
+            RuntimeError: the engine did not start; holds its own error.
+        """
+        before = children()
+        expired = threading.Event()
+
+        def give_up() -> None:
+            expired.set()
+            end(children() - before)
+
+        timer = threading.Timer(timeout_s, give_up)
+        timer.start()
+        try:
+            with self._log.capture():
+                yield
+        except Exception as error:  # engines raise many kinds, and the cause is often only in their processes' log
+            end(children() - before)
+            if expired.is_set():
+                raise RuntimeError(
+                    f"{self._name} did not start within rollout.startup_timeout_s={timeout_s}; "
+                    f"its last words: {self._log.cause()}"
+                ) from error
+            raise RuntimeError(f"{self._name} did not start: {self._log.cause() or error}") from error
+        finally:
+            timer.cancel()
+        self._children = children() - before
+        self._guard = Guard(self._children)
+        self._death = asyncio.create_task(self._watch())
+
+    async def call(self, work: Awaitable[Any], failed: Callable[[], bool] = lambda: False) -> Any:
+        """Await something of the engine's, but not for ever: engines do not always notice that a process is gone.
+
+        Raises:
+            EngineLost: a process of the engine has ended, or it says itself that it `failed`; holds its own error.
+        """
+        assert self._death is not None, "start the engine first"
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._death}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+        if self._death.done() or failed():
+            reason = task.exception() if task.done() and not task.cancelled() else None
+            silent = "its process is gone without a word, as when the system kills it for memory"
+            raise EngineLost(f"the {self._name} engine died: {self._log.cause() or reason or silent}") from reason
+        return task.result()
+
+    def end(self) -> None:
+        """End all of them."""
+        if self._death is not None:
+            self._death.cancel()
+        end(self._children)
+        if self._guard is not None:
+            self._guard.dismiss()
+            self._guard = None
+
+    async def _watch(self) -> None:
+        """Return when a process of the engine has ended."""
+        while all(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in self._children):
+            await asyncio.sleep(WATCH_S)
+
+
+@contextmanager
+def keep_signal_handlers() -> Iterator[None]:
+    """Undo what an engine does to signal handlers while it starts: some install ones that kill this process too.
+
+    SIGQUIT is ignored for good, since a failing process of SGLang's sends it to its parent: `EngineProcesses` notices
+    failures by itself, and says why.
+    """
+    ignore(signal.SIGQUIT)
+    if threading.current_thread() is not threading.main_thread():  # handlers can only be installed there
+        yield
+        return
+    numbers = (signal.SIGTERM, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number in numbers:
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, before[number] or signal.SIG_DFL)
+        ignore(signal.SIGQUIT)
+
+
+def ignore(number: int) -> None:
+    """Ignore a signal. Python's own `signal.signal` may only be called in the main thread, where Ray runs no actor."""
+    set_handler = ctypes.CDLL(None).signal
+    set_handler.argtypes, set_handler.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    set_handler(number, signal.SIG_IGN.value)
 
 
 def children() -> set[psutil.Process]:

@@ -6,16 +6,14 @@ Serves vLLM >= 0.24; where versions differ it asks the engine's signatures what 
 import asyncio
 import dataclasses
 import os
-import threading
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import numpy as np
-import psutil
 
+from rlpost import aiter
 from rlpost.batch import Status
 from rlpost.platform import platform
-from rlpost.registry import near
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.rollout.base import (
@@ -24,11 +22,12 @@ from rlpost.workers.rollout.base import (
     RolloutEngine,
     SamplingSpec,
     WeightManifest,
-    join,
-    request_seed,
+    check_engine_kwargs,
 )
+from rlpost.workers.rollout.installed import require_offered
 from rlpost.workers.rollout.manifest import UpdateLedger, check_manifest, checkpoint_shapes
-from rlpost.workers.rollout.processes import Guard, ProcessLog, children, end
+from rlpost.workers.rollout.processes import EngineProcesses
+from rlpost.workers.rollout.requests import Requests
 
 # Set from the config, so that one value serves trainer and engine; or ours, because this adapter depends on them.
 _RESERVED = {
@@ -51,7 +50,16 @@ _RESERVED = {
     ),
 }
 
-WATCH_S = 0.5  # between two looks at the engine's processes
+# What this adapter and vllm_extension.py need of a vLLM; 0.24 has it.
+_OFFERED = (
+    "vllm.v1.engine.async_llm:AsyncLLM.init_weight_transfer_engine",
+    "vllm.v1.engine.async_llm:AsyncLLM.start_weight_update",
+    "vllm.v1.engine.async_llm:AsyncLLM.update_weights",
+    "vllm.v1.engine.async_llm:AsyncLLM.finish_weight_update",
+    "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory.register_engine",
+    "vllm.engine.arg_utils:AsyncEngineArgs.worker_extension_cls",
+    "vllm.engine.arg_utils:AsyncEngineArgs.logprobs_mode",
+)
 
 
 @ENGINES.register("vllm")
@@ -64,26 +72,20 @@ class VLLMEngine(RolloutEngine):
     def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int):
         self._cfg, self._model, self._max_model_len = cfg, model, max_model_len
         self._llm: Any = None
-        self._log = ProcessLog()
-        self._children: set[psutil.Process] = set()
-        self._guard: Guard | None = None
-        self._death: asyncio.Task[None] | None = None  # done when a process of the engine has ended
+        self._processes = EngineProcesses("vLLM")
+        self._requests = Requests(self._submit, self._abort, max_model_len)
         self._version = 0
-        self._running: set[str] = set()  # ids of requests inside vLLM
-        self._interrupted: set[str] = set()  # of those, which `pause(keep=True)` cut off
-        self._open = asyncio.Event()  # clear while paused or being updated: requests wait
-        self._open.set()
-        self._paused = False
         self._ledger: UpdateLedger | None = None
 
     async def start(self) -> None:
         """See `RolloutEngine.start`.
 
         Raises:
-            ValueError: an `engine_kwargs` entry that vLLM does not take.
+            ValueError: an `engine_kwargs` entry that vLLM does not take, or a vLLM that lacks what is called here.
             RuntimeError: vLLM did not start; holds its own error.
         """
         os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(self._cfg.startup_timeout_s))
+        require_offered("vllm", _OFFERED)
         from vllm import AsyncEngineArgs
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -91,84 +93,32 @@ class VLLMEngine(RolloutEngine):
         arguments = engine_arguments(
             self._cfg, self._model, self._max_model_len, {f.name for f in dataclasses.fields(AsyncEngineArgs)}
         )
-        before = children()
-        expired = threading.Event()
-
-        def give_up() -> None:
-            expired.set()
-            end(children() - before)
-
-        timer = threading.Timer(self._cfg.startup_timeout_s, give_up)
-        timer.start()
-        try:
-            with self._log.capture():
-                self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        with self._processes.starting(self._cfg.startup_timeout_s):
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
-        except Exception as error:  # vLLM raises many kinds, and the cause is often only in its process's log
-            end(children() - before)
-            if expired.is_set():
-                raise RuntimeError(
-                    f"vLLM did not start within rollout.startup_timeout_s={self._cfg.startup_timeout_s}; "
-                    f"its last words: {self._log.cause()}"
-                ) from error
-            raise RuntimeError(f"vLLM did not start: {self._log.cause() or error}") from error
-        finally:
-            timer.cancel()
-        self._children = children() - before
-        self._guard = Guard(self._children)
-        self._death = asyncio.create_task(self._watch())
 
     async def generate(
         self, token_ids: Sequence[int], spec: SamplingSpec, seed: int, request_id: str, n: int = 1
     ) -> list[Completion]:
         """See `RolloutEngine.generate`.
 
-        A request that a pause interrupts goes on as a new one, prompt and answer so far recomputed under the weights of
-        then; so every token has the version that sampled it.
-
         Raises:
             ValueError: prompt and `spec.max_tokens` exceed the engine's `max_model_len`.
             RuntimeError: the engine died; holds its own error.
         """
-        longest = len(token_ids) + spec.max_tokens
-        if longest > self._max_model_len:
-            raise ValueError(
-                f"a prompt of {len(token_ids)} tokens and an answer of up to {spec.max_tokens} exceed "
-                f"rollout.max_model_len={self._max_model_len}"
-            )
-        completions, interrupted = await self._request(list(token_ids), spec, seed, request_id, n)
-        if not interrupted:
-            return completions
-        return list(
-            await asyncio.gather(
-                *(
-                    self._go_on(list(token_ids), spec, seed + i, f"{request_id}/{i}", completion)
-                    for i, completion in enumerate(completions)
-                )
-            )
-        )
+        return await self._requests.generate(token_ids, spec, seed, request_id, n)
 
     async def abort(self, request_id: str | None = None) -> None:
         """See `RolloutEngine.abort`."""
-        ids = [r for r in self._running if request_id is None or r == request_id or r.startswith(f"{request_id}/")]
-        if ids:
-            await self._call(self._llm.abort(ids))
+        await self._requests.abort(request_id)
 
     async def pause(self, keep: bool) -> None:
-        """See `RolloutEngine.pause`. A kept request waits here, not in vLLM, so nothing depends on its queue."""
-        self._paused = True
-        self._open.clear()
-        while self._running:  # again and again: vLLM forgets an abort that overtakes its request
-            if keep:
-                self._interrupted |= self._running
-            await self.abort()
-            await asyncio.sleep(0.005)
+        """See `RolloutEngine.pause`."""
+        await self._requests.pause(keep)
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
-        self._paused = False
-        if self._ledger is None:
-            self._open.set()
+        self._requests.resume()
 
     async def sleep(self, level: int = 1) -> None:
         """See `RolloutEngine.sleep`."""
@@ -182,13 +132,11 @@ class VLLMEngine(RolloutEngine):
 
     async def begin_update(self, manifest: WeightManifest) -> None:
         """See `RolloutEngine.begin_update`."""
-        if self._running:
-            raise RuntimeError(
-                f"weight update {manifest.version}: {len(self._running)} requests are running; pause first"
-            )
         check_manifest(manifest, checkpoint_shapes(self._model.path))
+        self._requests.begin_update(manifest.version)
+        if self._ledger is not None:
+            await self._close_update()
         self._ledger = UpdateLedger(manifest)
-        self._open.clear()
         await self._call(self._llm.start_weight_update())
 
     async def load_bucket(self, bucket: dict[str, Any]) -> None:
@@ -203,17 +151,20 @@ class VLLMEngine(RolloutEngine):
         """See `RolloutEngine.finish_update`."""
         assert self._ledger is not None, "finish_update outside an update"
         self._ledger.finish()
-        await self._call(self._llm.finish_weight_update())
-        digests = set(await self._call(self._llm.collective_rpc("rlpost_seal_update")))
+        digests = await self._close_update()
         if len(digests) != 1:
             raise RuntimeError(
                 f"weight update {version}: tensor-parallel ranks received different bytes: {sorted(digests)}"
             )
         await self._call(self._llm.reset_prefix_cache())  # its keys and values are those of the old weights
         self._version, self._ledger = version, None
-        if not self._paused:
-            self._open.set()
+        self._requests.end_update()
         return digests.pop()
+
+    async def _close_update(self) -> set[int]:
+        """What the workers received."""
+        await self._call(self._llm.finish_weight_update())
+        return set(await self._call(self._llm.collective_rpc("rlpost_seal_update")))
 
     async def device_uuids(self) -> list[str]:
         """See `RolloutEngine.device_uuids`."""
@@ -221,58 +172,27 @@ class VLLMEngine(RolloutEngine):
 
     async def shutdown(self) -> None:
         """See `RolloutEngine.shutdown`."""
-        if self._death is not None:
-            self._death.cancel()
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown)
             self._llm = None
-        end(self._children)
-        if self._guard is not None:
-            self._guard.dismiss()
-            self._guard = None
+        self._processes.end()
 
-    async def _request(
+    async def _submit(
         self, token_ids: list[int], spec: SamplingSpec, seed: int, request_id: str, n: int
-    ) -> tuple[list[Completion], bool]:
-        """One request to vLLM: its completions, and whether a pause cut it off."""
-        await self._open.wait()
-        self._running.add(request_id)
-        try:
-            final = await self._call(self._last_output(token_ids, sampling_params(spec, seed, n), request_id))
-        finally:
-            self._running.discard(request_id)
-            interrupted = request_id in self._interrupted
-            self._interrupted.discard(request_id)
+    ) -> list[Completion]:
+        final = await self._call(self._last_output(token_ids, sampling_params(spec, seed, n), request_id))
         outputs = [] if final is None else [output for output in final.outputs if output is not None]
         completions = [self._completion(output) for output in outputs]
-        empty = Completion(
-            token_ids=np.empty(0, np.int64),
-            logprobs=np.empty(0, np.float32),
-            versions=np.empty(0, np.int32),
-            status=Status.ABORT,
-        )
-        return completions + [empty] * (n - len(completions)), interrupted
+        return completions + [Completion.empty()] * (n - len(completions))
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        await self._call(self._llm.abort(request_ids))
 
     async def _last_output(self, token_ids: list[int], params: Any, request_id: str) -> Any:
         final = None
         async for output in self._llm.generate({"prompt_token_ids": token_ids}, params, request_id):
             final = output
         return final
-
-    async def _go_on(
-        self, prompt: list[int], spec: SamplingSpec, seed: int, request_id: str, done: Completion
-    ) -> Completion:
-        """Continue an interrupted sample until it ends by itself or is aborted."""
-        interrupted = True
-        while interrupted and done.status is Status.ABORT:
-            length = len(done.token_ids)
-            rest = dataclasses.replace(spec, max_tokens=spec.max_tokens - length)
-            # another seed for another position: the same one would repeat the draws of the first tokens
-            (more,), interrupted = await self._request(
-                prompt + done.token_ids.tolist(), rest, request_seed(seed, length), request_id, 1
-            )
-            done = join(done, more)
-        return done
 
     def _completion(self, output: Any) -> Completion:
         token_ids = np.asarray(output.token_ids, np.int64)
@@ -285,24 +205,7 @@ class VLLMEngine(RolloutEngine):
         )
 
     async def _call(self, work: Awaitable[Any]) -> Any:
-        """Await something of vLLM's, but not for ever: it does not always notice that its processes are gone."""
-        assert self._death is not None, "start the engine first"
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait({task, self._death}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not task.done():
-                task.cancel()
-        if self._death.done() or self._llm.errored:
-            reason = task.exception() if task.done() and not task.cancelled() else None
-            silent = "its process is gone without a word, as when the system kills it for memory"
-            raise RuntimeError(f"the vLLM engine died: {self._log.cause() or reason or silent}") from reason
-        return task.result()
-
-    async def _watch(self) -> None:
-        """Return when a process of the engine has ended."""
-        while all(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in self._children):
-            await asyncio.sleep(WATCH_S)
+        return await self._processes.call(work, lambda: self._llm.errored)
 
 
 def sampling_params(spec: SamplingSpec, seed: int, n: int) -> Any:
@@ -331,12 +234,7 @@ def engine_arguments(cfg: RolloutConfig, model: ModelInfo, max_model_len: int, a
     Raises:
         ValueError: an `engine_kwargs` key that vLLM does not know, or that another key sets.
     """
-    for key in cfg.engine_kwargs:
-        if key in _RESERVED:
-            instead = f"set {_RESERVED[key]} instead" if _RESERVED[key] else "rlpost sets it; leave it out"
-            raise ValueError(f"rollout.engine_kwargs.{key}: {instead}")
-        if key not in accepted:
-            raise ValueError(f"rollout.engine_kwargs.{key}: vLLM takes no such argument; {near(key, accepted)}")
+    check_engine_kwargs(cfg.engine_kwargs, "vLLM", accepted, _RESERVED)
     here = platform()
     arguments: dict[str, Any] = {
         "model": model.path,
@@ -367,6 +265,8 @@ def engine_arguments(cfg: RolloutConfig, model: ModelInfo, max_model_len: int, a
     if model.embedding_size > model.vocab_size:
         arguments["logits_processors"] = ["rlpost.workers.rollout.vllm_extension:VocabMask"]
         arguments["additional_config"] = {"rlpost_vocab_size": model.vocab_size}
+    if here.kind == "rocm":
+        arguments |= aiter.arguments("vllm", cfg.aiter_kernels.set_to("on"), model.shape.latent_attention)
     if here.kind == "cpu" and cfg.tensor_model_parallel_size == 1:  # halves the start-up
         arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     return arguments | cfg.engine_kwargs

@@ -17,7 +17,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
-from rlpost.workers.weight_sync.ipc import Bucket, BucketReader
+from rlpost.workers.weight_sync.bucket import Bucket
+from rlpost.workers.weight_sync.reader import BucketReader
 
 BACKEND = "rlpost"
 VOCAB_SIZE_KEY = "rlpost_vocab_size"  # in vLLM's additional_config
@@ -27,18 +28,18 @@ VOCAB_MASK = f"{__name__}:VocabMask"
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing to agree on: each bucket says where its bytes are."""
+    """Nothing to agree on: each bucket says where its bytes are, or which group they come from."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One bucket, see `rlpost.workers.weight_sync.ipc`."""
+    """One bucket, see `rlpost.workers.weight_sync.bucket`."""
 
     bucket: Bucket = field(default_factory=dict)
 
 
 class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Reads buckets from shared or device memory and loads them layer by layer, in checkpoint format.
+    """Reads buckets and loads them layer by layer, in checkpoint format.
 
     vLLM changed who opens and closes the layerwise reload: 0.24's worker does it itself and hands `load_weights` in;
     later versions leave it to this class.
@@ -74,13 +75,14 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Unmap the trainer's buffers."""
+        """Unmap the trainer's buffers, and leave its group."""
         self.reader.close()
+        self.reader.leave()
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Required by vLLM 0.24's base class; the trainer's side is `rlpost.workers.weight_sync.ipc.Sender`."""
-        raise RuntimeError("weights are sent by rlpost.workers.weight_sync.ipc.Sender")
+        """Required by vLLM 0.24's base class; the trainer's side is `rlpost.workers.weight_sync.sender.Sender`."""
+        raise RuntimeError("weights are sent by rlpost.workers.weight_sync.sender.Sender")
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, BucketTransferEngine)

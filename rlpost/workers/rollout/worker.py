@@ -5,13 +5,13 @@ decoding and must not wait for rewards.
 """
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from ray.actor import ActorHandle
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from rlpost.batch import Prompt, Provenance, Status, Trajectory
 from rlpost.rewards.base import Answer, RewardError
@@ -19,10 +19,15 @@ from rlpost.rewards.config import RewardConfig
 from rlpost.rewards.scorer import RewardScorer
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
-from rlpost.workers.rollout.base import ENGINES, Completion, SamplingSpec, request_seed
+from rlpost.workers.rollout.base import ENGINES, Completion, EngineLost, SamplingSpec, request_seed
 from rlpost.workers.rollout.workflow import get_workflow
 
-_Waiting = tuple["Request", "asyncio.Future[list[Completion]]"]
+LOST = (RayActorError, EngineLost)  # errors that mean: this replica will not come back
+MOMENT_S = 0.005  # answers that come within it travel together
+MAX_RESENDS = 2  # of a request whose replica was lost: it may be what kills them
+
+
+Answered = tuple[int, list[Completion]]  # position of a request in its call, and its completions
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -43,13 +48,27 @@ class RolloutWorker:
         self._timeout_s = cfg.request_timeout_s
         self._engine = ENGINES.get(cfg.name, "rollout.name")(cfg, model, max_model_len)
 
-    async def generate(self, requests: list[Request]) -> list[list[Completion]]:
-        """The completions of each request; returns when all are done.
+    async def generate(self, requests: list[Request]) -> AsyncIterator[list[Answered]]:
+        """The completions of each request as they come, those of a moment together: a long answer holds up no other.
 
         Raises:
             TimeoutError: a request that took longer than `rollout.request_timeout_s`.
         """
-        return await asyncio.gather(*(self._one(request) for request in requests))
+        finished: asyncio.Queue[asyncio.Task[list[Completion]]] = asyncio.Queue()
+        positions = {asyncio.ensure_future(self._one(request)): i for i, request in enumerate(requests)}
+        for task in positions:
+            task.add_done_callback(finished.put_nowait)
+        num_left = len(positions)
+        try:
+            while num_left:
+                moment = [await finished.get()]
+                await asyncio.sleep(MOMENT_S)
+                moment += [finished.get_nowait() for _ in range(finished.qsize())]
+                num_left -= len(moment)
+                yield [(positions[task], task.result()) for task in moment]
+        finally:
+            for task in positions:
+                task.cancel()
 
     async def call(self, method: str, *args: Any) -> Any:
         """Any other method of the engine."""
@@ -116,6 +135,10 @@ class WorkflowWorker:
         """`n` scored trajectories of each prompt."""
         return await asyncio.gather(*(self._run_one(prompt, n, spec) for prompt in prompts))
 
+    async def exclude(self, replica: int) -> None:
+        """Give a replica no more work."""
+        self._router.exclude(replica)
+
     async def close(self) -> None:
         """End the reward processes."""
         self._scorer.close()
@@ -164,48 +187,89 @@ class WorkflowWorker:
             t.reward_parts = scored.parts
 
 
+@dataclass(slots=True, kw_only=True)
+class _Waiting:
+    request: Request
+    future: "asyncio.Future[list[Completion]]" = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    num_resends: int = 0
+
+
 class Router:
-    """Spreads requests over engine replicas by the samples they hold, and sends those of one moment in one call."""
+    """Spreads requests over engine replicas by the samples they hold, and sends those of one moment in one call.
+
+    What a lost replica was working on is begun anew by the others.
+    """
 
     def __init__(self, engines: Sequence[ActorHandle]):
         self._engines = list(engines)
-        self._load = [0] * len(self._engines)
+        self._load = dict.fromkeys(range(len(self._engines)), 0)  # samples, of replicas that get work
         self._pending: list[_Waiting] = []
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself holds tasks only weakly
 
     async def generate(self, request: Request) -> list[Completion]:
-        """The completions of `request`."""
-        future: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
+        """The completions of `request`.
+
+        Raises:
+            Exception: the engine's own error, as it was raised there.
+        """
+        waiting = _Waiting(request=request)
+        self._put(waiting)
+        return await waiting.future
+
+    def exclude(self, replica: int) -> None:
+        """Send no more to this replica, unless it is the last: its own error then says what is wrong."""
+        if len(self._load) > 1:
+            self._load.pop(replica, None)
+
+    def _put(self, waiting: _Waiting) -> None:
         if not self._pending:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._pending.append((request, future))
-        return await future
+        self._pending.append(waiting)
 
     def _flush(self) -> None:
-        shares: list[list[_Waiting]] = [[] for _ in self._engines]
-        for request, future in self._pending:
-            replica = self._load.index(min(self._load))
-            self._load[replica] += request.n
-            shares[replica].append((request, future))
+        shares: dict[int, list[_Waiting]] = {}
+        for waiting in self._pending:
+            replica = min(self._load, key=self._load.__getitem__)
+            self._load[replica] += waiting.request.n
+            shares.setdefault(replica, []).append(waiting)
         self._pending = []
-        for replica, share in enumerate(shares):
-            if share:
-                task = asyncio.ensure_future(self._send(replica, share))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+        for replica, share in shares.items():
+            task = asyncio.ensure_future(self._send(replica, share))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _send(self, replica: int, share: list[_Waiting]) -> None:
+        left = dict(enumerate(share))
         try:
-            results = await self._engines[replica].generate.remote([request for request, _ in share])
-            for (_, future), result in zip(share, results, strict=True):
-                if not future.done():  # a workflow may have given up waiting
-                    future.set_result(result)
-        except Exception as error:  # whatever it was, whoever waits must hear of it
-            for _, future in share:
-                if not future.done():
-                    future.set_exception(unwrap(error))
+            generate = self._engines[replica].generate.options(num_returns="streaming")
+            async for reference in generate.remote([waiting.request for waiting in share]):
+                for position, result in await reference:
+                    waiting = left.pop(position)
+                    self._unload(replica, [waiting])
+                    if not waiting.future.done():  # a workflow may have given up waiting
+                        waiting.future.set_result(result)
+        except Exception as remote:  # whatever it was, whoever waits must hear of it
+            self._fail(replica, list(left.values()), unwrap(remote))
         finally:
-            self._load[replica] -= sum(request.n for request, _ in share)
+            self._unload(replica, left.values())
+
+    def _unload(self, replica: int, done: Iterable[_Waiting]) -> None:
+        if replica in self._load:
+            self._load[replica] -= sum(waiting.request.n for waiting in done)
+
+    def _fail(self, replica: int, share: list[_Waiting], error: BaseException) -> None:
+        others = self._load.keys() - {replica}
+        is_lost = isinstance(error, LOST)
+        if is_lost:
+            self.exclude(replica)
+        for waiting in share:
+            if is_lost and others and waiting.num_resends < MAX_RESENDS:
+                waiting.num_resends += 1
+                self._put(waiting)
+            elif not waiting.future.done():
+                waiting.future.set_exception(error)
 
 
 def unwrap(error: BaseException) -> BaseException:

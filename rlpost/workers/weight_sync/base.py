@@ -1,29 +1,32 @@
 """Trainer's weights into the engines: `WeightSync`, run by the driver, which moves descriptions and never the bytes."""
 
 import asyncio
+import functools
+import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from rlpost.metrics import Metric, Metrics, Reduce
 from rlpost.platform import platform
-from rlpost.workers.engine.base import TrainEngine
 from rlpost.workers.group import WorkerGroup
 from rlpost.workers.rollout.base import WeightManifest
-from rlpost.workers.rollout.pool import RolloutPool
-from rlpost.workers.weight_sync.ipc import Bucket, Sender, num_bytes
+from rlpost.workers.rollout.pool import OnLoss, RolloutPool
+from rlpost.workers.weight_sync.bucket import Bucket, Tensors, num_bytes
+from rlpost.workers.weight_sync.collective import GroupSpec, cancel
+from rlpost.workers.weight_sync.reader import MISSED
+from rlpost.workers.weight_sync.sender import BROADCAST
+from rlpost.workers.weight_sync.topology import choose_transport
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 1.5  # times `rollout.weight_sync_timeout_s`: a replica that does not even report a failure by then is lost
 
 
-def make_sender(transport: str, engine: TrainEngine, dtype: torch.dtype, bucket_bytes: int) -> Sender:
-    """The trainer rank's side of `transport`."""
-    return Sender(transport, engine, dtype, bucket_bytes)
-
-
-def make_weight_sync(trainers: WorkerGroup, pool: RolloutPool) -> "WeightSync":
-    """How this run's trainers reach its engines."""
-    return BucketSync(trainers, pool)
+def make_weight_sync(trainers: WorkerGroup, pool: RolloutPool, disjoint: bool = False) -> "WeightSync":
+    """How this run's trainers reach its engines; `disjoint` where they are meant to share nothing."""
+    return BucketSync(trainers, pool, disjoint)
 
 
 class WeightSync(ABC):
@@ -31,57 +34,67 @@ class WeightSync(ABC):
 
     @abstractmethod
     async def connect(self) -> None:
-        """Find a way between trainer and engines; `push` does it when nobody did."""
+        """Find a way between trainer and engines; `push` does it when nobody did, or the engines have changed.
+
+        Raises:
+            ValueError: `rollout.weight_sync` cannot work here; says why.
+        """
 
     @abstractmethod
     async def push(self, version: int) -> Metrics:
-        """Send all weights as `version`; returns when every engine has them.
+        """Send all weights as `version`; returns when every live engine has them.
+
+        A replica that dies or hangs on the way is excluded from the pool, and the others get the weights anew.
 
         Raises:
             ValueError: trainer and engine do not hold the same parameters; names the difference.
             RuntimeError: an engine received other bytes than were sent.
+            Exception: the error of the last replica that was lost.
         """
 
 
 class BucketSync(WeightSync):
-    """Bounded buckets through one host's memory: the device's where trainer and engine share it, else the host's.
+    """Bounded buckets, which engines map where they share memory with the trainer, or else receive by a broadcast.
 
     The trainers fill one buffer while the engines read the other.
     """
 
-    def __init__(self, trainers: WorkerGroup, pool: RolloutPool):
-        self._trainers, self._pool = trainers, pool
+    def __init__(self, trainers: WorkerGroup, pool: RolloutPool, disjoint: bool = False):
+        self._trainers, self._pool, self._disjoint = trainers, pool, disjoint
         self._transport: str | None = None
+        self._connected: Mapping[int, Any] = {}  # replicas to which there is a way
 
     async def connect(self) -> None:
         """See `WeightSync.connect`."""
-        trainer_devices = set(await self._trainers.call_async("device_uuid"))
-        engine_devices = {uuid for uuids in await self._pool.call("device_uuids") for uuid in uuids}
-        self._transport = choose_transport(trainer_devices, engine_devices)
-        cfg = self._pool.cfg
-        dtype = str(platform().dtype(cfg.dtype)).removeprefix("torch.")
+        cfg, replicas = self._pool.cfg, self._pool.live
+        trainers, engines = await self._trainers.call_async("place"), await self._ask("place")
+        transport = choose_transport(cfg.weight_sync, trainers, engines, self._disjoint)
+        if transport != self._transport:
+            logger.info("weights travel by %s (replicas: %d)", transport, len(engines))
+        self._transport, self._connected = transport, replicas
         await self._trainers.call_async(
-            "open_sender", self._transport, dtype, cfg.update_weights_bucket_megabytes << 20
+            "open_sender",
+            transport,
+            str(platform().dtype(cfg.dtype)).removeprefix("torch."),
+            cfg.update_weights_bucket_megabytes << 20,
+            sum(len(place.devices) for place in engines.values()),
+            cfg.weight_sync_timeout_s,
         )
 
     async def push(self, version: int) -> Metrics:
         """See `WeightSync.push`."""
-        if self._transport is None:
-            await self.connect()
         start = time.perf_counter()
-        tensors = (await self._trainers.call_async("weight_manifest"))[0]
-        await self._pool.call("begin_update", WeightManifest(version=version, tensors=tensors))
-        loading: asyncio.Task[list[Any]] | None = None
-        num_buckets = 0
-        while bucket := merge_ranks(await self._trainers.call_async("next_bucket")):
-            if loading is not None:
-                await loading  # the trainers now fill the buffer that this load has read
-            loading = asyncio.create_task(self._pool.call("load_bucket", bucket))
-            num_buckets += 1
-        if loading is not None:
-            await loading
-        received = await self._pool.call("finish_update", version)
-        check_digests(await self._trainers.call_async("close_sender"), received, version)
+        tensors: Tensors = {}
+        num_buckets = None
+        while num_buckets is None:  # each time with fewer replicas
+            if self._pool.live != self._connected:
+                await self.connect()
+            tensors = (await self._trainers.call_async("weight_manifest"))[0]
+            try:
+                num_buckets = await self._send(WeightManifest(version=version, tensors=tensors))
+            except BaseException:
+                self._connected = {}  # the sender stopped halfway: another push begins with a new one
+                raise
         seconds = time.perf_counter() - start
         total = sum(num_bytes(shape, dtype) for shape, dtype in tensors.values())
         return {
@@ -89,12 +102,50 @@ class BucketSync(WeightSync):
             "weight_sync/bytes": Metric(total, reduce=Reduce.SUM),
             "weight_sync/gigabytes_per_s": Metric(total / 1e9 / seconds),
             "weight_sync/buckets": Metric(num_buckets, reduce=Reduce.SUM),
+            "weight_sync/replicas_lost": Metric(self._pool.num_lost, reduce=Reduce.MAX),
         }
 
+    async def _send(self, manifest: WeightManifest) -> int | None:
+        """One update; the number of buckets, or None where a lost replica has spoilt it for the others."""
+        await self._ask("begin_update", manifest)
+        loading: asyncio.Task[Any] | None = None
+        num_buckets = 0
+        try:
+            while bucket := merge_ranks(await self._trainers.call_async("next_bucket")):
+                if loading is not None:
+                    await loading  # the trainers now fill the buffer that this load has read
+                if self._is_spoilt():
+                    return None
+                loading = asyncio.create_task(self._load(bucket))
+                num_buckets += 1
+            if loading is not None:
+                await loading
+            if self._is_spoilt():
+                return None
+        finally:
+            if loading is not None:
+                loading.cancel()
+        received = await self._ask("finish_update", manifest.version)
+        check_digests(await self._trainers.call_async("close_sender"), received, manifest.version)
+        return num_buckets
 
-def choose_transport(trainer_devices: set[str], engine_devices: set[str]) -> str:
-    """ "ipc" when every engine device also holds a trainer rank, else "shm" (also on CPU)."""
-    return "ipc" if "cpu" not in engine_devices and engine_devices <= trainer_devices else "shm"
+    async def _load(self, bucket: Bucket) -> None:
+        await self._ask("load_bucket", bucket, on_loss=functools.partial(self._cancel, bucket))
+
+    async def _ask(self, method: str, *args: Any, on_loss: OnLoss | None = None) -> dict[int, Any]:
+        limit_s = PATIENCE * self._pool.cfg.weight_sync_timeout_s
+        return await self._pool.call_each(method, *args, limit_s=limit_s, on_loss=on_loss)
+
+    async def _cancel(self, bucket: Bucket) -> None:
+        """Tell those who wait for a lost replica in a broadcast."""
+        if "group" in bucket:
+            try:
+                await asyncio.to_thread(cancel, GroupSpec(**bucket["group"]), "a replica was lost")
+            except RuntimeError as error:
+                logger.warning("the other replicas wait until their time is up, since they cannot be told: %s", error)
+
+    def _is_spoilt(self) -> bool:
+        return self._transport in BROADCAST and self._pool.live != self._connected
 
 
 def merge_ranks(buckets: list[Bucket | None]) -> Bucket | None:
@@ -108,14 +159,19 @@ def merge_ranks(buckets: list[Bucket | None]) -> Bucket | None:
     return present[0] | ({"handles": handles} if handles else {})
 
 
-def check_digests(sent: list[int | None], received: list[int | None], version: int) -> None:
+def check_digests(sent: Sequence[int | None], received: Mapping[int, int | None], version: int) -> None:
     """Every engine that counts what it received must have received what rank 0 sent.
 
     Raises:
-        RuntimeError: names the version and both digests.
+        RuntimeError: names the version, the replicas and the digests.
     """
+    if missed := [replica for replica, digest in received.items() if digest == MISSED]:
+        raise RuntimeError(
+            f"weight update {version}: a bucket did not reach replicas {missed}; their logs say why. The engines hold "
+            "half-written weights"
+        )
     expected = next(digest for digest in sent if digest is not None)
-    wrong = {replica: digest for replica, digest in enumerate(received) if digest not in (None, expected)}
+    wrong = {replica: digest for replica, digest in received.items() if digest not in (None, expected)}
     if wrong:
         raise RuntimeError(
             f"weight update {version}: sent digest {expected}, but replicas received {wrong}; "

@@ -8,12 +8,13 @@ import torch
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForSequenceClassification
+from transformers import PreTrainedTokenizerFast, Qwen3ForSequenceClassification
 
 from rlpost.batch import Prompt
 from rlpost.rewards.base import Answer
 from rlpost.rewards.config import RewardModelConfig
 from rlpost.rewards.model import RewardModel, reward_model
+from tests import tiny
 
 MESSAGES = [{"role": "user", "content": "1+1?"}]
 
@@ -25,19 +26,7 @@ def write_checkpoint(folder: Path, num_labels: int = 1, chat_template: str | Non
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="?unk", eos_token="?pad")
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_labels=num_labels,
-    )
-    Qwen3ForSequenceClassification(config).save_pretrained(folder)
-    return str(folder)
+    return str(tiny.write_qwen3(folder, Qwen3ForSequenceClassification, vocab_size=128, num_labels=num_labels))
 
 
 def test_reward_model_scores_are_those_of_single_texts(tmp_path: Path) -> None:

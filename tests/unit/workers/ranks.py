@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlpost.batch import Batch, Provenance
 from rlpost.metrics import Metric, Reduce, merge, scalars
@@ -16,41 +15,16 @@ from rlpost.platform import free_port
 from rlpost.workers.config import ActorConfig, CriticConfig, FSDPConfig, ModelConfig, OptimConfig, RefConfig
 from rlpost.workers.dispatch import CustomLoss, assemble, plan_infer, plan_train
 from rlpost.workers.engine.weights import gather
-from rlpost.workers.model import ModelInfo
 from rlpost.workers.model_worker import ModelWorker, WorkerSetup
+from tests import tiny
 
 VOCAB, EMBEDDING, TEMPERATURE = 37, 40, 0.7
 
 
 def write_model(folder: Path, tie: bool = True, **overrides: Any) -> Path:
     """A 2-layer Qwen3 with 4 heads and 2 key heads; the embedding has 3 rows more than the tokenizer."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=EMBEDDING,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-        tie_word_embeddings=tie,
-        **overrides,
-    )
-    Qwen3ForCausalLM(config).float().save_pretrained(folder)
-    return folder
-
-
-def model_info(path: Path) -> ModelInfo:
-    return ModelInfo(
-        path=str(path),
-        tokenizer_path=str(path),
-        vocab_size=VOCAB,
-        embedding_size=EMBEDDING,
-        stop_token_ids=(1,),
-        max_position_embeddings=128,
-    )
+    shape = {"vocab_size": EMBEDDING, "max_position_embeddings": 128, "initializer_range": 0.2}
+    return tiny.write_qwen3(folder, tie_word_embeddings=tie, **shape | overrides)
 
 
 def ragged_batch() -> Batch:
@@ -116,7 +90,7 @@ class Case:
             "dtype": "float32",
         } | self.actor
         return WorkerSetup(
-            model=model_info(Path(self.path)),
+            model=tiny.model_info(Path(self.path), VOCAB),
             model_cfg=ModelConfig(path=self.path, **self.model),
             actor=ActorConfig(**common),
             ref=RefConfig(),

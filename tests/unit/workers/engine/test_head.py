@@ -1,5 +1,7 @@
 """The logprob head: a full softmax's numbers, chunk by chunk, and the one shift."""
 
+import math
+
 import pytest
 import torch
 
@@ -56,6 +58,16 @@ def test_padded_vocabulary_has_no_probability_and_no_gradient():
     torch.testing.assert_close(torch.stack(every).exp().sum(0), torch.ones(NUM_TOKENS))
     (grad,) = torch.autograd.grad((logprobs + entropy).sum(), [weight])
     assert grad[VOCAB:].abs().max() == 0.0 and grad[:VOCAB].abs().min() > 0.0
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(0.0, math.log(VOCAB)), (1e4, 0.0)])
+def test_entropy_of_a_uniform_and_of_a_certain_distribution(scale, expected):
+    hidden, weight, _, targets = _inputs(bias=False)
+    logprobs, entropy = token_logprobs(
+        hidden * scale, weight, None, targets, temperature=1.0, vocab_size=VOCAB, entropy=True
+    )
+    torch.testing.assert_close(entropy, torch.full((NUM_TOKENS,), expected))
+    assert torch.isfinite(logprobs).all()
 
 
 def test_no_tokens_give_zero_gradients():

@@ -8,8 +8,8 @@ import pytest
 from rlpost.batch import Prompt, Status
 from rlpost.rewards.config import RewardConfig, RewardTermConfig
 from rlpost.workers.config import RolloutConfig
-from rlpost.workers.rollout.base import Completion, SamplingSpec
-from rlpost.workers.rollout.worker import Request, Router, WorkflowWorker
+from rlpost.workers.rollout.base import Completion, EngineLost, SamplingSpec
+from rlpost.workers.rollout.worker import MAX_RESENDS, Request, Router, WorkflowWorker
 from rlpost.workers.rollout.workflow import WORKFLOWS, trajectory
 from tests.e2e import engine_contract as contract
 
@@ -27,12 +27,21 @@ class Engine:
     def generate(self):
         return self
 
-    async def remote(self, requests: list[Request]) -> list[list[Completion]]:
+    def options(self, num_returns):
+        return self
+
+    async def remote(self, requests: list[Request]):
+        """One moment for each request, as a reference to it."""
         self.calls.append(requests)
         await asyncio.sleep(0)
         if self.error is not None:
             raise self.error
-        return [[self.answer(request, i) for i in range(request.n)] for request in requests]
+
+        async def reference(position: int, request: Request):
+            return [(position, [self.answer(request, i) for i in range(request.n)])]
+
+        for position, request in enumerate(requests):
+            yield reference(position, request)
 
     def answer(self, request: Request, i: int) -> Completion:
         length = request.spec.max_tokens
@@ -144,6 +153,58 @@ def test_router_prefers_the_replica_with_fewer_samples():
         assert [[r.n for call in engine.calls for r in call] for engine in engines] == [[6, 1], [2, 2, 2]]
         await router.generate(request(1))
         assert len(engines[0].calls) == 2, "finished requests no longer count"
+
+    asyncio.run(main())
+
+
+def ask(n: int = 1, seed: int = 0) -> Request:
+    return Request(token_ids=np.array([1]), spec=SPEC, seed=seed, request_id=f"r{seed}", n=n)
+
+
+def test_requests_of_a_lost_replica_are_done_by_the_others():
+    async def main():
+        engines = [Engine(EngineLost("gone")), Engine(), Engine()]
+        router = Router(engines)
+        answers = await asyncio.gather(*(router.generate(ask(seed=seed)) for seed in range(6)))
+        assert [int(answer[0].token_ids[0]) for answer in answers] == [3 + seed for seed in range(6)]
+        assert [sum(map(len, engine.calls)) for engine in engines] == [2, 3, 3]
+        await asyncio.gather(*(router.generate(ask()) for _ in range(4)))
+        assert len(engines[0].calls) == 1, "a lost replica gets no more work"
+
+    asyncio.run(main())
+
+
+def test_excluded_replica_gets_no_work():
+    async def main():
+        engines = [Engine(), Engine()]
+        router = Router(engines)
+        router.exclude(0)
+        await asyncio.gather(*(router.generate(ask()) for _ in range(4)))
+        assert [len(engine.calls) for engine in engines] == [0, 1]
+
+    asyncio.run(main())
+
+
+def test_last_replica_that_is_lost_raises_its_own_error():
+    async def main():
+        router = Router([Engine(EngineLost("first")), Engine(EngineLost("second"))])
+        for _ in range(2):
+            with pytest.raises(EngineLost, match="second"):
+                await router.generate(ask())
+
+    asyncio.run(main())
+
+
+def test_request_that_outlives_no_replica_is_given_up():
+    """It may be what kills them: the rest of the replicas are spared."""
+
+    async def main():
+        engines = [Engine(EngineLost(f"gone {i}")) for i in range(MAX_RESENDS + 1)] + [Engine()]
+        router = Router(engines)
+        with pytest.raises(EngineLost, match=f"gone {MAX_RESENDS}"):
+            await router.generate(ask())
+        assert engines[-1].calls == []
+        assert (await router.generate(ask()))[0].status is Status.STOP
 
     asyncio.run(main())
 

@@ -4,24 +4,10 @@ import sys
 import pytest
 import torch
 
-from rlpost.workers.weight_sync.base import check_digests, choose_transport, merge_ranks
-from rlpost.workers.weight_sync.ipc import BucketReader, Sender, digest_of
-
-SHAPES = {"a": (5, 3), "b": (7,), "c": (40, 10), "d": (1,), "e": (3, 3, 3)}
-
-
-class Weights:
-    """Plays the train engine; the tensor it yields is overwritten when the next one is taken."""
-
-    def __init__(self, seed: int = 0):
-        generator = torch.Generator().manual_seed(seed)
-        self.tensors = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-    def named_weights(self, dtype):
-        for name, tensor in self.tensors.items():
-            shared = tensor.to(dtype).clone()
-            yield name, shared
-            shared.fill_(torch.nan)
+from rlpost.workers.weight_sync.bucket import digest_of
+from rlpost.workers.weight_sync.reader import BucketReader
+from rlpost.workers.weight_sync.sender import Sender
+from tests.unit.workers.weight_sync.readers import SHAPES, Weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -60,7 +46,7 @@ def test_another_process_reads_the_buffer():
     sender = Sender("shm", Weights(), torch.float32, 1 << 20)
     bucket = sender.next_bucket()
     script = (
-        "from rlpost.workers.weight_sync.ipc import BucketReader; r = BucketReader();"
+        "from rlpost.workers.weight_sync.reader import BucketReader; r = BucketReader();"
         f"list(r.read({bucket!r})); print(r.close())"
     )
     printed = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True, text=True).stdout
@@ -77,22 +63,3 @@ def test_digest_notices_a_changed_byte_and_swapped_tensors(change):
     else:
         after = digest_of("a", b) + digest_of("b", a)
     assert after != before
-
-
-def test_transport_follows_the_devices():
-    assert choose_transport({"cpu"}, {"cpu"}) == "shm"
-    assert choose_transport({"GPU-1", "GPU-2"}, {"GPU-2"}) == "ipc"
-    assert choose_transport({"GPU-1"}, {"GPU-2"}) == "shm"
-
-
-def test_ranks_merge_into_one_bucket():
-    ranks = [{"names": ["a"], "handles": {f"GPU-{i}": f"h{i}"}} for i in range(2)]
-    assert merge_ranks(ranks) == {"names": ["a"], "handles": {"GPU-0": "h0", "GPU-1": "h1"}}
-    assert merge_ranks([{"names": ["a"], "path": "/p"}, {"names": ["a"]}]) == {"names": ["a"], "path": "/p"}
-    assert merge_ranks([None, None]) is None
-
-
-def test_digests_that_differ_are_an_error():
-    check_digests([5, None], [5, None, 5], 2)
-    with pytest.raises(RuntimeError, match=r"weight update 2: sent digest 5, but replicas received \{1: 6\}"):
-        check_digests([5, None], [5, 6], 2)

@@ -1,0 +1,122 @@
+"""What runs inside SGLang's scheduler processes: our sampler and our weight receiver.
+
+SGLang starts its schedulers through a function that an `Engine` subclass may replace; ours registers the sampler first.
+"""
+
+import functools
+import json
+import mmap
+import struct
+from typing import Any
+
+import torch
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.layers.sampler import Sampler, register_sampler_backend
+from sglang.srt.managers.scheduler import run_scheduler_process
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+from rlpost.platform import platform
+from rlpost.workers.rollout.sampling import draw, truncate, uniform
+from rlpost.workers.weight_sync.reader import BucketReader
+
+SAMPLING_BACKEND = "pytorch"  # the name under which ours takes the place of SGLang's, on every device
+SEED = "rlpost_seed"  # in a request's custom_params
+LOADER = f"{__name__}.receive"
+
+
+def make_engine(vocab_size: int, **arguments: Any) -> Engine:
+    """SGLang's engine whose schedulers sample with `PolicySampler`."""
+
+    class PolicyEngine(Engine):
+        run_scheduler_process_func = staticmethod(functools.partial(run_scheduler, vocab_size))
+
+    return PolicyEngine(**arguments)
+
+
+def run_scheduler(vocab_size: int, *args: Any, **kwargs: Any) -> Any:
+    """A scheduler process, from its start to its end."""
+    register_sampler_backend(SAMPLING_BACKEND, functools.partial(PolicySampler, vocab_size))
+    return run_scheduler_process(*args, **kwargs)
+
+
+class PolicySampler(Sampler):
+    """Samples as `SamplingSpec` says: padded ids never, each request with a seed of its own.
+
+    SGLang's own sampler looks at seeds only when all kernels are to be deterministic, which is slow, and cannot be had
+    on CPU. Logprobs are those of the distribution that was sampled from, as vLLM's are.
+    """
+
+    def __init__(self, vocab_size: int):
+        super().__init__()
+        self._vocab_size = vocab_size
+
+    def forward(
+        self,
+        logits_output: Any,
+        sampling_info: Any,
+        return_logprob: bool,
+        top_logprobs_nums: Any,
+        token_ids_logprobs: Any,
+        positions: torch.Tensor,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """One id a row, int32 `[B]`, from `logits_output.next_token_logits` `[B, V]`; see `Sampler.forward`.
+
+        For SGLang a greedy request is one of temperature 1 and top_k 1.
+        """
+        logits = logits_output.next_token_logits.float()
+        logits[:, self._vocab_size :] = -torch.inf
+        if sampling_info.is_all_greedy:
+            ids, logprobs = logits.argmax(dim=-1), logits.log_softmax(dim=-1)
+        else:
+            logits = logits / sampling_info.temperatures
+            if sampling_info.need_top_k_sampling or sampling_info.need_top_p_sampling:
+                logits = truncate(logits, sampling_info.top_ks[:, None], sampling_info.top_ps[:, None])
+            logprobs = logits.log_softmax(dim=-1)
+            ids = draw(logprobs, uniform(self._seeds(sampling_info, logits.device), positions))
+        if return_logprob:
+            logits_output.next_token_logprobs = logprobs.gather(1, ids[:, None])[:, 0]
+        return ids.to(torch.int32)
+
+    def _seeds(self, sampling_info: Any, device: torch.device) -> torch.Tensor:
+        """int64 `[B]`. The engine's own requests, such as its warm-up, have none."""
+        if sampling_info.custom_params is None:
+            return torch.zeros(len(sampling_info), dtype=torch.int64, device=device)
+        seeds = [parameters[SEED] for parameters in sampling_info.custom_params]
+        return torch.tensor(seeds, dtype=torch.int64, device=device)
+
+
+class SeedCarrier(CustomLogitProcessor):
+    """Does nothing: only with a logit processor does SGLang hand a request's custom parameters to the sampler."""
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
+        """The logits as they are."""
+        return logits
+
+
+def message(content: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """What `receive` understands: a bucket, or where to put the digest, dressed as a tensor."""
+    return [("rlpost", torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8))]
+
+
+def receive(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """SGLang's `custom_weight_loader`: load one bucket (`bucket`), or end the update (`digest`).
+
+    The digest of all bytes read goes, as int64, to place `slot` of the memory that `digest` describes: what a loader
+    returns does not reach the caller.
+    """
+    content = json.loads(bytes(named_tensors[0][1].cpu().numpy()))
+    reader = reader_of(next(model.parameters()).device)
+    if "bucket" in content:
+        model.load_weights(reader.read(content["bucket"]))
+        platform().synchronize()  # the sender fills the bucket anew once this returns
+    else:
+        with open(content["digest"]["path"], "r+b") as file:
+            places = mmap.mmap(file.fileno(), content["digest"]["nbytes"])
+        struct.pack_into("<q", places, 8 * content["slot"], reader.close())
+
+
+@functools.cache
+def reader_of(device: torch.device) -> BucketReader:
+    """This process's reader."""
+    return BucketReader(device)

@@ -1,0 +1,1 @@
+from torchvision.absent import __getattr__ as __getattr__

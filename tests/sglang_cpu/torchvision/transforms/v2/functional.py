@@ -1,0 +1,2 @@
+from torchvision.absent import __getattr__ as __getattr__
+from torchvision.transforms import InterpolationMode as InterpolationMode

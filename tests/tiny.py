@@ -1,0 +1,63 @@
+"""What many tests need: a tiny Qwen3 on disk, the facts about it, and Ray on this machine."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from rlpost.platform import RAY_ENV
+from rlpost.workers.model import ModelInfo
+
+ROOT = Path(__file__).parents[1]
+SHAPE = {
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # the least that vLLM has CPU attention for
+    "max_position_embeddings": 64,
+}
+
+
+def write_qwen3(folder: Path, kind: type[PreTrainedModel] = Qwen3ForCausalLM, *, seed: int = 0, **changes: Any) -> Path:
+    """A two-layer Qwen3 of random float32 weights, without a tokenizer; `changes` are fields of its config."""
+    torch.manual_seed(seed)
+    kind(Qwen3Config(**SHAPE | changes)).float().save_pretrained(folder)
+    return folder
+
+
+def model_info(folder: Path, vocab_size: int | None = None) -> ModelInfo:
+    """Facts about what `write_qwen3` wrote; `vocab_size` ids belong to tokens (default: all), and 1 ends an answer."""
+    config = Qwen3Config.from_pretrained(folder)
+    return ModelInfo(
+        path=str(folder),
+        tokenizer_path=str(folder),
+        vocab_size=vocab_size or config.vocab_size,
+        embedding_size=config.vocab_size,
+        stop_token_ids=(1,),
+        max_position_embeddings=config.max_position_embeddings,
+    )
+
+
+@contextmanager
+def local_ray(*paths: Path, num_cpus: int = 4, num_gpus: int = 0) -> Iterator[None]:
+    """A Ray of one's own, whose processes import what the tests import, and what lies in `paths`."""
+    env = RAY_ENV | {"PYTHONPATH": ":".join(map(str, (ROOT, *paths))), "OMP_NUM_THREADS": "1"}
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": env},
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()

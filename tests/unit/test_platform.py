@@ -1,0 +1,83 @@
+"""The driver's view of its host, on a machine that is told to be another."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rlpost import platform as module
+from rlpost.platform import Platform, adopt_visibility
+from rlpost.rocm import Gpu
+
+MI300X = [Gpu("gfx942", f"GPU-{i:016x}", 192 << 30) for i in range(4)]
+MASKS = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """A ROCm host with these GPUs and this environment."""
+
+    def host(gpus=MI300X, kind="rocm", **env):
+        for name in MASKS:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(module, "platform", lambda: Platform(kind, "gfx942", (7, 2)))
+        monkeypatch.setattr(module, "list_gpus", lambda: gpus)
+        return adopt_visibility()
+
+    return host
+
+
+def masks():
+    return {name: os.environ[name] for name in MASKS if name in os.environ}
+
+
+def test_driver_takes_on_what_its_children_are_to_see(host):
+    assert [d.physical for d in host(HIP_VISIBLE_DEVICES=f"{MI300X[2].uuid},1").devices] == [2, 1]
+    assert masks() == {"HIP_VISIBLE_DEVICES": "2,1", "CUDA_VISIBLE_DEVICES": "2,1"}
+
+
+def test_driver_replaces_rocrs_mask_by_hips(host):
+    host(ROCR_VISIBLE_DEVICES="2,3")
+    assert masks() == {"HIP_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "2,3"}
+    assert [d.physical for d in adopt_visibility().devices] == [2, 3]  # once more, as in each job of a sweep
+
+
+def test_refusal_changes_nothing(host):
+    with pytest.raises(ValueError, match="contradict"):
+        host(ROCR_VISIBLE_DEVICES="2,3", HIP_VISIBLE_DEVICES="0")
+    assert masks() == {"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "0"}
+
+
+def test_visible_gpu_that_is_not_supported_is_refused_and_a_hidden_one_is_not(host):
+    gpus = [*MI300X[:1], Gpu("gfx1100", "GPU-1", 24 << 30)]
+    with pytest.raises(ValueError, match="GPU 1 is gfx1100"):
+        host(gpus)
+    assert len(host(gpus, HIP_VISIBLE_DEVICES="0").devices) == 1
+
+
+def test_cuda_and_cpu_hosts_keep_their_environment(host):
+    host(kind="cuda", CUDA_VISIBLE_DEVICES="1")
+    assert masks() == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert host(kind="cpu").devices == ()
+
+
+def test_rocm_needs_variables_in_every_process_and_others_do_not():
+    assert Platform("rocm", "gfx942", (7, 2)).process_env({})["HSA_ENABLE_IPC_MODE_LEGACY"] == "1"
+    assert Platform("cuda").process_env({}) == Platform("cpu").process_env({}) == {}
+
+
+def test_variables_are_exported_only_for_as_long_as_asked(monkeypatch):
+    monkeypatch.setenv("RLPOST_A", "before")
+    monkeypatch.delenv("RLPOST_B", raising=False)
+    with module.exported_while(RLPOST_A="1", RLPOST_B="2"):
+        assert (os.environ["RLPOST_A"], os.environ["RLPOST_B"]) == ("1", "2")
+    assert os.environ["RLPOST_A"] == "before" and "RLPOST_B" not in os.environ
+
+
+def test_host_id_is_equal_in_processes_of_one_host():
+    script = "from rlpost.platform import host_id; print(host_id())"
+    printed = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True, text=True).stdout
+    assert printed.strip() == module.host_id()
