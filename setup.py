@@ -24,7 +24,7 @@ CORE = [
     "tensordict>=0.15.3,<0.16",
     "tokenizers>=0.22,<0.24",
     "torch>=2.11,<2.14",
-    "transformers>=5.17,<5.20",
+    "transformers>=5.6,<5.20",
 ]
 
 EXTRAS = {

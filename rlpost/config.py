@@ -62,6 +62,10 @@ SECTIONS: dict[str, type] = {
 }
 
 
+# keys that only one choice of a group has: group -> choice -> schema
+VARIANTS: dict[str, dict[str, type]] = {"trainer": {"fully_async": AsyncTrainerConfig}}
+
+
 def register() -> None:
     """File the schemas with Hydra: `schema` in every group, `root_schema` the resolver `folder_name`."""
     OmegaConf.register_new_resolver("folder_name", folder_name, replace=True)
@@ -110,12 +114,28 @@ def cross_checks(cfg: Config) -> Iterator[str]:
     if algo.filter_groups.enable and algo.filter_groups.metric not in ("reward", *cfg.reward.terms):
         known = near(algo.filter_groups.metric, ["reward", *cfg.reward.terms])
         yield f"algo.filter_groups.metric={algo.filter_groups.metric}: no such reward term in reward.terms; {known}"
+    if isinstance(cfg.trainer, AsyncTrainerConfig):
+        yield from async_checks(cfg, cfg.trainer)
     if not cfg.reward.terms:
         yield "reward.terms is empty: nothing would be rewarded. Choose a preset such as reward=number, or name a term"
     if cfg.reward.overlong_buffer.enable and (cfg.reward.overlong_buffer.len or 0) > data.max_response_length:
         yield (
             f"reward.overlong_buffer.len={cfg.reward.overlong_buffer.len} exceeds "
             f"data.max_response_length={data.max_response_length}"
+        )
+
+
+def async_checks(cfg: Config, trainer: AsyncTrainerConfig) -> Iterator[str]:
+    """Rules of `trainer=fully_async`."""
+    try:
+        trainer.limits(cfg.data.train_batch_size)
+    except ValueError as error:
+        yield str(error)
+    batches, mini = trainer.require_batches, cfg.actor.ppo_mini_batch_size
+    if batches is not None and batches * mini != cfg.data.train_batch_size:
+        yield (
+            f"trainer.require_batches={batches} x actor.ppo_mini_batch_size={mini} = {batches * mini} prompts a step, "
+            f"but data.train_batch_size={cfg.data.train_batch_size}: make them equal, or leave require_batches out"
         )
 
 
@@ -154,6 +174,18 @@ def all_keys(schema: type = Config, prefix: str = "") -> list[str]:
     return keys
 
 
+def keys_of_variants() -> dict[str, str]:
+    """Dotted keys that only one choice of a group has, and that choice as it is typed."""
+    base = set(all_keys())
+    return {
+        key: f"{group}={choice}"
+        for group, variants in VARIANTS.items()
+        for choice, schema in variants.items()
+        for key in all_keys(schema, f"{group}.")
+        if key not in base
+    }
+
+
 def choices(group: str) -> list[str]:
     """What a config group offers, by the files below `config/`."""
     return sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
@@ -176,9 +208,12 @@ def explain_compose_error(message: str) -> str:
     if not found:
         return message
     wrong = found.group(1).lstrip("+~")
-    keys = all_keys()
+    keys, variant_keys = all_keys(), keys_of_variants()
     if wrong in keys:  # the key is right, its value is not
         return message
+    if wrong in variant_keys:
+        return f"{wrong} is a key of {variant_keys[wrong]} only: add {variant_keys[wrong]}, or leave it out"
+    keys += variant_keys
     last = wrong.rpartition(".")[2]
     close = difflib.get_close_matches(wrong, keys, n=3, cutoff=0.6)
     close += [

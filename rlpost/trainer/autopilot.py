@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlpost.trainer.buffer import Limits
+from rlpost.trainer.limits import Limits
 
 IDLE_LOW, IDLE_HIGH = 0.01, 0.03  # of the trainer: below, rollout is farther ahead than it need be; above, not enough
 SYNC_LOW, SYNC_HIGH = 0.02, 0.05  # share of time in which weight syncs hold rollout
-FEWER, MORE = 0.1, 0.2  # largest change of the groups in flight at once
+FEWER, MORE = 0.05, 0.2  # largest change of the groups in flight at once
 MIN_STEPS = 4  # between two changes: the one before must have had an effect
 
 

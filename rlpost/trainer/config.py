@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlpost.trainer.limits import Limits, OnStale
+
 
 @dataclass(slots=True, kw_only=True)
 class TrainerConfig:
@@ -49,14 +51,14 @@ class AsyncTrainerConfig(TrainerConfig):
     rollout_gpus: int | None = None  # for engines; on CPU their number. null: with train_gpus null half of all GPUs
     train_gpus: int | None = None  # for trainer ranks; on CPU their number. null: all that rollout leaves
     share_gpus: bool = False  # both pools on the same GPUs, whose memory they divide
-    staleness_threshold: float = 0.5  # share of a sync interval's groups that may be generated ahead
+    staleness_threshold: float = 2.0  # share of a sync interval's groups that may be generated ahead
     max_staleness: int | None = None  # versions; null: what staleness_threshold implies
     on_stale: str = "wait"  # a group that would exceed it: wait (is not started yet), drop or abort (both reissue it)
     trigger_parameter_sync_step: int = 1  # training steps between weight syncs
     require_batches: int | None = None  # mini-batches a step: data.train_batch_size = this x actor.ppo_mini_batch_size
     partial_rollout: bool = True  # running requests go on after a sync; false: a sync waits for them
     max_concurrent_groups: int | None = None  # null: as many as may be in flight
-    autobalance: bool = False  # adjust max_concurrent_groups and trigger_parameter_sync_step within the bound
+    autobalance: bool = False  # adjust groups in flight and trigger_parameter_sync_step, within what is set here
     on_workflow_error: str = "stop"  # or skip: drop the group and count it
     sampler: str | None = None  # dotted path of a function(prompts) -> their positions in the order to issue
     sampler_window: int = 64  # prompts that it sees at once
@@ -73,6 +75,21 @@ class AsyncTrainerConfig(TrainerConfig):
         for key, allowed in (("on_stale", ("wait", "drop", "abort")), ("on_workflow_error", ("stop", "skip"))):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"trainer.{key}={getattr(self, key)}: expected one of {', '.join(allowed)}")
+
+    def limits(self, groups_per_step: int) -> Limits:
+        """What bounds the groups in flight.
+
+        Raises:
+            ValueError: a staleness that the sync interval cannot keep.
+        """
+        return Limits(
+            groups_per_step=groups_per_step,
+            sync_every=self.trigger_parameter_sync_step,
+            staleness_threshold=self.staleness_threshold,
+            max_staleness=self.max_staleness,
+            on_stale=OnStale(self.on_stale),
+            max_running=self.max_concurrent_groups,
+        )
 
     @staticmethod
     def _name() -> str:

@@ -14,8 +14,9 @@ from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import FilterGroupsConfig
 from rlpost.batch import Group, Prompt
 from rlpost.metrics import Metric, Metrics, Reduce, merge
-from rlpost.trainer.buffer import Blocked, GroupBuffer, Limits, Slot
+from rlpost.trainer.buffer import Blocked, GroupBuffer, Slot
 from rlpost.trainer.idle import IdleMeter
+from rlpost.trainer.limits import Limits
 from rlpost.trainer.prompts import PromptQueue
 from rlpost.trainer.source import PromptsExhausted, RolloutSource, check_rewards, exhausted, rollout_metrics
 from rlpost.workers.config import RolloutConfig
@@ -110,9 +111,10 @@ class AsyncSource(RolloutSource):
                 kept.append(group)
             else:
                 self.buffer.put_back()
-            if len(seen) >= n:
+            if len(seen) % n == 0:  # also while none is kept
                 check_rewards(seen, self._max_error_rate)
         self._idle.waiting(False)
+        check_rewards(seen, self._max_error_rate)
         if len(kept) < n and (self._filter.on_exhausted == "error" or not kept):
             raise exhausted(len(kept), n, len(seen), counts)
         self._counts += counts
@@ -181,6 +183,11 @@ class AsyncSource(RolloutSource):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `RolloutSource.load_state_dict`. What runs now is cut off."""
+        if "buffer" not in state:
+            raise ValueError(
+                "trainer=fully_async cannot continue a checkpoint of trainer=colocated: resume it as colocated, or "
+                "start anew from its weights (model.path=<run folder>/hf)"
+            )
         for task in self._running:
             task.cancel()
         self.prompts.load_state_dict(state["prompts"])

@@ -115,4 +115,8 @@ class RolloutSource(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
+        """Restore `state_dict`.
+
+        Raises:
+            ValueError: it is that of another kind of source.
+        """

@@ -9,7 +9,8 @@ from rlpost.config import Config
 from rlpost.data import PromptStream
 from rlpost.platform import platform
 from rlpost.registry import load_dotted
-from rlpost.trainer.buffer import GroupBuffer, Limits, OnStale
+from rlpost.trainer.autopilot import Autopilot
+from rlpost.trainer.buffer import GroupBuffer
 from rlpost.trainer.colocated import ColocatedSource
 from rlpost.trainer.config import AsyncTrainerConfig
 from rlpost.trainer.fully_async import AsyncSource
@@ -40,18 +41,6 @@ def pools(cfg: Config) -> Pools:
         return Pools.colocated(cfg.cluster.nnodes, per_node)
     return Pools.disjoint(
         cfg.cluster.nnodes, per_node, trainer.train_gpus, trainer.rollout_gpus, limited=here.kind != "cpu"
-    )
-
-
-def limits(cfg: Config, trainer: AsyncTrainerConfig) -> Limits:
-    """What bounds the groups in flight."""
-    return Limits(
-        groups_per_step=cfg.data.train_batch_size,
-        sync_every=trainer.trigger_parameter_sync_step,
-        staleness_threshold=trainer.staleness_threshold,
-        max_staleness=trainer.max_staleness,
-        on_stale=OnStale(trainer.on_stale),
-        max_running=trainer.max_concurrent_groups,
     )
 
 
@@ -119,7 +108,7 @@ def async_source(
 ) -> AsyncSource:
     """Rollout and training at once."""
     sampler, hook = check_callables(trainer)
-    buffer = GroupBuffer(limits(cfg, trainer))
+    buffer, where = GroupBuffer(trainer.limits(cfg.data.train_batch_size)), pools(cfg)
     return AsyncSource(
         buffer=buffer,
         prompts=PromptQueue(stream, sampler, trainer.sampler_window if sampler else 1),
@@ -134,4 +123,7 @@ def async_source(
         stop_on_error=trainer.on_workflow_error == "stop",
         room=min(buffer.limits.capacity, max(1, len(pool.engines) * cfg.rollout.max_num_seqs // cfg.rollout.n)),
         hook=hook,
+        autopilot=Autopilot(
+            buffer.limits, rollout_share=where.rollout / (where.rollout + where.train), adjust=trainer.autobalance
+        ),
     )

@@ -103,7 +103,7 @@ def calibrate(runs: Sequence[Path], known: Mapping[str, Any]) -> Calibration:
     values["move_s"] = max(0.0, float(np.mean([s.publish_s - s.sync_s for s in steps])))
     values |= _workload(last)
     return Calibration(
-        values=values | known,
+        values=values | dict(known),
         errors=errors,
         measured_step_s=float(np.mean([step.step_s for step in last])),
         notes=notes,

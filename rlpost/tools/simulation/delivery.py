@@ -5,7 +5,8 @@ They answer what the order costs, and stand for systems that train on what is fi
 
 from rlpost.batch import Group
 from rlpost.tools.simulation.scenario import Scenario
-from rlpost.trainer.buffer import GroupBuffer, Limits
+from rlpost.trainer.buffer import GroupBuffer
+from rlpost.trainer.limits import Limits
 
 
 class OvertakingBuffer(GroupBuffer):

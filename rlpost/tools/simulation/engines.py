@@ -246,10 +246,13 @@ def stand_in(prompt: Prompt, tokens: Counter[int], kept: bool) -> Group:
     Arrays as long as real answers would be most of the simulation's work. Dynamic sampling keeps the group where the
     two differ in accuracy.
     """
-    columns = _columns(min(tokens))
     trajectories = [
         Trajectory(
-            **columns,
+            token_ids=np.zeros(1, np.int64),
+            provenance=np.full(1, Provenance.MODEL, np.uint8),
+            rollout_logprobs=np.zeros(1, np.float32),
+            versions=np.full(1, min(tokens), np.int32),
+            rewards=np.zeros(1, np.float32),
             status=Status.STOP,
             sample_id=i,
             reward_parts={"accuracy": accuracy},
@@ -260,13 +263,3 @@ def stand_in(prompt: Prompt, tokens: Counter[int], kept: bool) -> Group:
     return Group(
         id=prompt.id, index=prompt.index, data_source=prompt.data_source, prompt=prompt, trajectories=trajectories
     )
-
-
-def _columns(version: int) -> dict[str, np.ndarray]:
-    return {
-        "token_ids": np.zeros(1, np.int64),
-        "provenance": np.full(1, Provenance.MODEL, np.uint8),
-        "rollout_logprobs": np.zeros(1, np.float32),
-        "versions": np.full(1, version, np.int32),
-        "rewards": np.zeros(1, np.float32),
-    }

@@ -81,8 +81,8 @@ def plot(pairs: Sequence[Pair], swept: Sequence[str], out: Path) -> Path:
         _draw_run(axes, pairs[0])
     for panel in axes:
         panel.grid(alpha=0.3)
-        panel.set_ylim(bottom=0)
-        panel.legend(fontsize="x-small")
+        panel.set_ylim(0, panel.dataLim.ymax * 1.15)
+        panel.legend(fontsize="x-small", framealpha=0.5)
     figure.savefig(out, dpi=100)
     return out
 

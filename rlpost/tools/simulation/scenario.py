@@ -2,14 +2,14 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from rlpost.registry import near
-from rlpost.trainer.buffer import Limits, OnStale
+from rlpost.trainer.limits import Limits, OnStale
 
 DELIVERIES = ("issued", "bounded", "finished")
 
@@ -71,12 +71,12 @@ class Scenario:
         for key in (*positive, "sync_bytes_per_s", "steps_per_batch", "updates", "batches"):
             if not getattr(self, key) > 0:
                 raise ValueError(f"{key}={getattr(self, key)}: must be > 0")
-        for key in dataclasses.fields(self):
-            if key.name.endswith("_s") and getattr(self, key.name) < 0:
-                raise ValueError(f"{key.name}={getattr(self, key.name)}: must be >= 0 seconds")
-        for key_, low in (("rollout_share", 0.0), ("keep_rate", 0.0)):
-            if not low < getattr(self, key_) <= 1.0:
-                raise ValueError(f"{key_}={getattr(self, key_)}: must be > 0 and <= 1")
+        for key in (field.name for field in dataclasses.fields(self) if field.name.endswith("_s")):
+            if getattr(self, key) < 0:
+                raise ValueError(f"{key}={getattr(self, key)}: must be >= 0 seconds")
+        for key in ("rollout_share", "keep_rate"):
+            if not 0 < getattr(self, key) <= 1:
+                raise ValueError(f"{key}={getattr(self, key)}: must be > 0 and <= 1")
         if self.decode_step_s + self.decode_sequence_s == 0:
             raise ValueError("decode_step_s=0 and decode_sequence_s=0: sampling takes no time; set one of them")
         if self.rollout_share == 1.0:
@@ -146,15 +146,11 @@ def read_scenario(path: Path | None, overrides: Iterable[str] = ()) -> tuple[dic
         key, equals, text = override.partition("=")
         if not equals:
             raise ValueError(f"'{override}': expected key=value, or key=value,value,... for a sweep")
+        values.pop(key, None)  # sweeps come in the order of the command line
         values[key] = [_value(key, part) for part in text.split(",")]
     swept = {key: several for key, several in values.items() if len(several) > 1}
     scenarios = [Scenario(**dict(zip(values, chosen, strict=True))) for chosen in product(*values.values())]
     return swept, scenarios
-
-
-def differing(scenario: Scenario, keys: Sequence[str]) -> Mapping[str, Any]:
-    """The values of `keys`."""
-    return {key: getattr(scenario, key) for key in keys}
 
 
 def _value(key: str, value: Any) -> Any:

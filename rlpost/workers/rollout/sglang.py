@@ -58,6 +58,7 @@ _RESERVED = {
 
 # What this adapter and sglang_extension.py need of an SGLang; 0.5.12 has it.
 _OFFERED = (
+    "sglang.srt.entrypoints.engine:Engine.init_tokenizer_manager_func",
     "sglang.srt.entrypoints.engine:Engine.run_scheduler_process_func",
     "sglang.srt.layers.sampler:register_sampler_backend",
     "sglang.srt.sampling.custom_logit_processor:CustomLogitProcessor.to_str",
@@ -198,12 +199,14 @@ class SGLangEngine(RolloutEngine):
         self._processes.end()
         if self._engine is None:
             return
+        from rlpost.workers.rollout.sglang_extension import close_sockets
+
         atexit.unregister(self._engine.shutdown)
         for task in self._manager.asyncio_tasks:  # one that finds its socket closed would kill this process
             task.cancel()
         await asyncio.gather(*self._manager.asyncio_tasks, return_exceptions=True)
         for socket in (self._manager.send_to_scheduler, self._engine.send_to_rpc):
-            socket.context.destroy(linger=0)  # or it would wait until the dead have read their messages
+            close_sockets(socket)
         self._engine = self._manager = None
 
     async def _submit(

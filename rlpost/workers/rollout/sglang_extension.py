@@ -10,7 +10,7 @@ import struct
 from typing import Any
 
 import torch
-from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager
 from sglang.srt.layers.sampler import Sampler, register_sampler_backend
 from sglang.srt.managers.scheduler import run_scheduler_process
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
@@ -26,11 +26,28 @@ LOADER = f"{__name__}.receive"
 
 def make_engine(vocab_size: int, **arguments: Any) -> Engine:
     """SGLang's engine whose schedulers sample with `PolicySampler`."""
+    managers: list[Any] = []
 
     class PolicyEngine(Engine):
         run_scheduler_process_func = staticmethod(functools.partial(run_scheduler, vocab_size))
 
-    return PolicyEngine(**arguments)
+        @staticmethod
+        def init_tokenizer_manager_func(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            manager, templates = init_tokenizer_manager(*args, **kwargs)
+            managers.append(manager)
+            return manager, templates
+
+    try:
+        return PolicyEngine(**arguments)
+    except BaseException:
+        for manager in managers:
+            close_sockets(manager.send_to_scheduler)
+        raise
+
+
+def close_sockets(socket: Any) -> None:
+    """Close a ZeroMQ socket and all of its context; the garbage collector would wait until the dead have read it."""
+    socket.context.destroy(linger=0)
 
 
 def run_scheduler(vocab_size: int, *args: Any, **kwargs: Any) -> Any:

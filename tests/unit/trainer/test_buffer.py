@@ -4,7 +4,8 @@ import pickle
 
 import pytest
 
-from rlpost.trainer.buffer import Blocked, GroupBuffer, Limits, OnStale
+from rlpost.trainer.buffer import Blocked, GroupBuffer
+from rlpost.trainer.limits import Limits, OnStale
 from tests.unit.trainer.rollouts import finish, prompt
 
 

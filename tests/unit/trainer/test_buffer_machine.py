@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rlpost.trainer.buffer import GroupBuffer, Limits, OnStale
+from rlpost.trainer.buffer import GroupBuffer
+from rlpost.trainer.limits import Limits, OnStale
 from tests.unit.trainer.rollouts import finish, prompt
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from rlpost.batch import Status
 from rlpost.metrics import scalars
-from rlpost.trainer.buffer import Limits, OnStale
 from rlpost.trainer.fully_async import MAX_FAILURES
+from rlpost.trainer.limits import Limits, OnStale
 from rlpost.trainer.source import BudgetExhausted, PromptsExhausted, RewardFailure
 from tests.unit.trainer.rollouts import Stream, group, prompt
 from tests.unit.trainer.virtual_rollout import SETTINGS, TRAIN_S, G, flat, oldest, random_lengths, run, train
@@ -58,6 +58,34 @@ def test_every_prompt_is_trained_once_whole_and_fresh_where_stale_groups_are_rei
 
     options = {"staleness_threshold": 2.0, "max_staleness": max_staleness, "on_stale": on_stale}
     run(main, {"length": random_lengths(seed)}, stream=Stream(10 * G), **options)
+
+
+def test_an_abort_does_not_meet_the_new_group_of_its_prompt():
+    """While 4 is aborted, 11 arrives, which makes room: 5, still to be aborted, must not run again yet."""
+
+    async def main(source, pool):
+        submit, abort, released = pool.submit, pool.abort, asyncio.Event()
+
+        async def scored_late(of, n, spec):
+            group = await submit(of, n, spec)
+            if of.index == 11:
+                await released.wait()
+            return group
+
+        async def releasing(prompt_id):
+            released.set()
+            await abort(prompt_id)
+
+        pool.submit, pool.abort = scored_late, releasing
+
+        def check(step, groups):
+            assert all(t.status is Status.STOP for g in groups for t in g.trajectories)
+
+        assert sorted(flat(await train(source, 3, check=check))) == list(range(3 * G))
+        assert "abort d/0/5" in pool.events
+
+    options = {"staleness_threshold": 2.0, "max_staleness": 0, "on_stale": OnStale.ABORT}
+    run(main, {"length": lambda i: 9 if 4 <= i < 11 else 2}, stream=Stream(3 * G), **options)
 
 
 def test_rollout_goes_on_while_the_trainer_works():
@@ -181,13 +209,22 @@ def fail_at(*indices):
 @pytest.mark.parametrize("on_stale", list(OnStale))
 def test_a_workflow_that_raises_ends_the_run_with_its_error(on_stale):
     async def main(source, pool):
+        submitted = []
+
+        def error(prompt):
+            if prompt.index == 6:
+                submitted.extend(pool.submitted)
+                return ValueError("workflow of 6")
+
+        pool.error = error
         with pytest.raises(ValueError, match="workflow of 6"):
             await train(source, 3)
-        assert len(pool.submitted) < 12  # and nothing is started any more
+        await asyncio.sleep(10)
+        assert pool.submitted == submitted  # nothing is started any more
         assert 6 in [slot.prompt.index for slot in source.buffer.slots]  # a resumed run makes it again
 
     options = {"staleness_threshold": 1.0, "max_staleness": 0, "on_stale": on_stale}
-    run(main, {"length": lambda i: 1 + 2 * (i == 0), "error": fail_at(6)}, **options)
+    run(main, {"length": random_lengths(6)}, **options)
 
 
 def test_a_workflow_that_raises_is_dropped_and_counted():

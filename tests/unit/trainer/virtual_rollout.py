@@ -11,8 +11,9 @@ from rlpost.algos.config import AlgoConfig, FilterGroupsConfig
 from rlpost.batch import Group, Prompt, Status
 from rlpost.metrics import Metric, Reduce
 from rlpost.tools.simulation.clock import run_virtual
-from rlpost.trainer.buffer import GroupBuffer, Limits
+from rlpost.trainer.buffer import GroupBuffer
 from rlpost.trainer.fully_async import AsyncSource
+from rlpost.trainer.limits import Limits
 from rlpost.trainer.prompts import PromptQueue
 from tests.unit.trainer.rollouts import Stream, group
 

@@ -1,3 +1,4 @@
+import asyncio
 import os
 import subprocess
 import sys
@@ -6,7 +7,8 @@ import time
 import psutil
 import pytest
 
-from rlpost.workers.rollout.processes import Guard, ProcessLog, children, end
+from rlpost.workers.rollout.base import EngineLost
+from rlpost.workers.rollout.processes import EngineProcesses, Guard, ProcessLog, children, end
 
 
 def wait_for(condition, timeout_s: float = 10.0) -> bool:
@@ -72,3 +74,73 @@ def test_guard_is_dismissed_without_leaving_a_process():
     before = children()
     Guard([]).dismiss()
     assert children() == before
+
+
+def test_engine_that_takes_too_long_to_start_is_ended():
+    async def main():
+        processes = EngineProcesses("Slow")
+        before = children()
+        with pytest.raises(
+            RuntimeError, match="Slow did not start within rollout.startup_timeout_s=0.2; its last words: "
+        ):
+            with processes.starting(0.2):
+                sleeper = subprocess.Popen(["sleep", "60"])
+                if sleeper.wait() != 0:
+                    raise RuntimeError("it is gone")
+        assert children() == before
+
+    asyncio.run(main())
+
+
+def test_engine_whose_process_ends_is_reported_to_whoever_waits():
+    async def main():
+        processes = EngineProcesses("Frail")
+        before = children()
+        with processes.starting(10):
+            script = "import sys, time; print('ValueError: no luck', file=sys.stderr, flush=True); time.sleep(60)"
+            child = subprocess.Popen([sys.executable, "-c", script])
+        assert await processes.call(asyncio.sleep(0, "done")) == "done"
+        await asyncio.sleep(0.5)
+        waiting = asyncio.ensure_future(processes.call(asyncio.sleep(60)))
+        await asyncio.sleep(0)
+        child.kill()
+        with pytest.raises(EngineLost, match="the Frail engine died: ValueError: no luck"):
+            await waiting
+        processes.end()
+        child.wait()
+        assert children() == before
+
+    asyncio.run(main())
+
+
+def test_signal_handlers_of_an_engine_do_not_stay():
+    script = (
+        "import asyncio, os, signal, sys, threading\n"
+        "from rlpost.workers.rollout.processes import keep_signal_handlers\n"
+        "def end_all(*args): os._exit(3)\n"
+        "async def main():\n"
+        "    signal.signal(signal.SIGTERM, lambda *args: os._exit(4))\n"
+        "    with keep_signal_handlers():\n"
+        "        signal.signal(signal.SIGQUIT, end_all)\n"
+        "        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end_all)\n"
+        "    os.kill(os.getpid(), signal.SIGQUIT)\n"
+        "    await asyncio.sleep(0.05)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    await asyncio.sleep(5)\n"
+        "asyncio.run(main())\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 4
+
+
+def test_sigquit_can_be_ignored_from_any_thread():
+    script = (
+        "import os, signal, threading\n"
+        "from rlpost.workers.rollout.processes import keep_signal_handlers\n"
+        "def work():\n"
+        "    with keep_signal_handlers():\n"
+        "        pass\n"
+        "thread = threading.Thread(target=work)\n"
+        "thread.start(); thread.join()\n"
+        "os.kill(os.getpid(), signal.SIGQUIT)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

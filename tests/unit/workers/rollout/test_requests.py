@@ -1,0 +1,128 @@
+import asyncio
+
+import numpy as np
+import pytest
+
+from rlpost.batch import Status
+from rlpost.workers.rollout.base import Completion, SamplingSpec, request_seed
+from rlpost.workers.rollout.requests import Requests
+
+SPEC = SamplingSpec(temperature=1.0, max_tokens=6, vocab_size=100)
+
+
+class Engine:
+    """Samples the number of the token's position every millisecond; its version is what it stamps on tokens."""
+
+    def __init__(self, forgets: int = 0):
+        self.requests = Requests(self.submit, self.abort, max_model_len=20)
+        self.version, self.submitted = 0, []
+        self.aborted: set[str] = set()
+        self.forgets = forgets  # the first so many aborts are lost
+
+    async def submit(self, token_ids, spec, seed, request_id, n):
+        self.submitted.append((request_id, len(token_ids), seed, n))
+        ids: list[int] = []
+        while len(ids) < spec.max_tokens and request_id not in self.aborted:
+            ids.append(len(token_ids) + len(ids))
+            await asyncio.sleep(0.001)
+        status = Status.ABORT if request_id in self.aborted else Status.LENGTH
+        self.aborted.discard(request_id)
+        one = Completion(
+            token_ids=np.asarray(ids, np.int64),
+            logprobs=np.zeros(len(ids), np.float32),
+            versions=np.full(len(ids), self.version, np.int32),
+            status=status,
+        )
+        return [one] * n
+
+    async def abort(self, request_ids):
+        if self.forgets:
+            self.forgets -= 1
+        else:
+            self.aborted |= set(request_ids)
+
+    def start(self, request_id="r", n=1):
+        return asyncio.ensure_future(self.requests.generate([0, 1], SPEC, 5, request_id, n))
+
+
+def run(body) -> None:
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("forgets", [0, 3])
+def test_kept_request_goes_on_where_it_was_with_the_version_of_then(forgets):
+    async def body():
+        engine = Engine(forgets)
+        request = engine.start(n=2)
+        await asyncio.sleep(0.003)
+        await engine.requests.pause(keep=True)
+        done = engine.submitted[:]
+        engine.version = 1
+        await asyncio.sleep(0.01)
+        assert not request.done() and engine.submitted == done
+        engine.requests.resume()
+        for completion in await request:
+            assert completion.token_ids.tolist() == [2, 3, 4, 5, 6, 7] and completion.status is Status.LENGTH
+            assert set(completion.versions.tolist()) == {0, 1}
+        cut = engine.submitted[1][1] - 2
+        assert engine.submitted[1:] == [
+            (f"r/{i}", 2 + cut, request_seed(5 + i, cut), 1) for i in range(2)
+        ]  # one request for each sample, with a seed for its position
+
+    run(body)
+
+
+def test_request_that_is_not_kept_returns_what_it_has():
+    async def body():
+        engine = Engine()
+        request = engine.start()
+        await asyncio.sleep(0.003)
+        await engine.requests.pause(keep=False)
+        (completion,) = await request
+        assert completion.status is Status.ABORT and 0 < len(completion.token_ids) < 6
+
+    run(body)
+
+
+def test_abort_reaches_the_continuations_of_a_request_and_no_other():
+    async def body():
+        engine = Engine()
+        mine, other = engine.start("a"), engine.start("ab")
+        await asyncio.sleep(0.003)
+        await engine.requests.pause(keep=True)
+        engine.requests.resume()
+        await asyncio.sleep(0.001)
+        await engine.requests.abort("a")
+        assert (await mine)[0].status is Status.ABORT and (await other)[0].status is Status.LENGTH
+
+    run(body)
+
+
+def test_update_waits_for_nobody_and_holds_requests_back():
+    async def body():
+        engine = Engine()
+        request = engine.start()
+        await asyncio.sleep(0.002)
+        with pytest.raises(RuntimeError, match="weight update 3: 1 requests are running; pause first"):
+            engine.requests.begin_update(3)
+        await request
+        engine.requests.begin_update(3)
+        waiting = engine.start("w")
+        await engine.requests.pause(keep=True)
+        engine.requests.end_update()
+        await asyncio.sleep(0.002)
+        assert len(engine.submitted) == 1  # still paused
+        engine.requests.resume()
+        assert (await waiting)[0].status is Status.LENGTH
+
+    run(body)
+
+
+def test_request_beyond_the_engines_length_is_refused():
+    async def body():
+        with pytest.raises(
+            ValueError, match="a prompt of 15 tokens and an answer of up to 6 exceed .*max_model_len=20"
+        ):
+            await Engine().requests.generate([0] * 15, SPEC, 0, "r", 1)
+
+    run(body)
