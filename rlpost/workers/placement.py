@@ -93,7 +93,7 @@ class Placement:
         here = platform()
         if here.kind == "cpu":
             replicas = num_replicas or (1 if pools.shared else pools.rollout)
-            return Placement(pools.train, replicas, tensor_parallel, here)
+            return Placement(pools.train, replicas, tensor_parallel, here, 0 if pools.shared else pools.train)
         if pools.rollout % tensor_parallel:
             raise ValueError(
                 f"rollout.tensor_model_parallel_size={tensor_parallel} does not divide the {pools.rollout} GPUs "
@@ -196,7 +196,10 @@ class Placement:
         return slice(start, start + self.tensor_parallel)
 
     def _threads(self) -> int:
-        return max(1, cpu_count() // self.num_ranks)
+        """Of a trainer rank. Engines that run at the same time need cores too: a thread that waits for one holds up all
+        others of its rank."""
+        cores = cpu_count() - (self.num_replicas if self.first_engine_bundle else 0)
+        return max(1, cores // self.num_ranks)
 
 
 def _pin(group: PlacementGroup, bundle: int) -> dict[str, Any]:

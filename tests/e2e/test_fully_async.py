@@ -9,6 +9,7 @@ import pytest
 from tests.e2e.runs import Run, small
 
 NUM_STEPS = 20
+PARITY = "train_rollout_logprob_abs_diff/mean"
 # readings of the clock, and what only one kind of source has
 APART = ("timing_s/", "time_s", "throughput/", "weight_sync/", "async/", "groups/", "perf/")
 
@@ -78,8 +79,10 @@ def test_killed_ahead_of_training_and_resumed_trains_every_group_once(checkpoint
 @pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="no vLLM")
 def test_quickstart_reaches_the_demos_accuracy_asynchronously(tmp_path):
     run = Run(tmp_path, "experiment=quickstart", "trainer=fully_async", "tracking=console")
-    summary = run.succeed() if run.wait(600) == 0 else run.succeed()
+    run.wait(600)
+    summary = run.succeed()
     assert summary["accuracy_after"] >= 0.80 and summary["accuracy_after"] >= summary["accuracy_before"] + 0.35
     steps = run.steps()
     assert 1 <= max(m["async/staleness/max"] for m in steps.values()) <= 2
-    assert all(m["train_rollout_logprob_abs_diff/mean"] <= 1e-4 for m in steps.values())
+    parity = [m[PARITY] for m in steps.values() if PARITY in m]  # where the trainer's own version sampled a token
+    assert len(parity) >= len(steps) // 10 and max(parity) <= 1e-4

@@ -70,6 +70,24 @@ def test_engine_honours_the_contract(name, tied, tmp_path):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("name", [param for param in contract.SERVED if param.values == ("sglang",)])
+def test_tensor_parallel_ranks_sample_alike_and_are_all_updated(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # which cores each rank takes
+
+    async def main() -> None:
+        engine, trainer = make_engine(name, tmp_path, tied=False, tensor_model_parallel_size=2)
+        await engine.start()
+        try:
+            await contract.check_seeds(engine)
+            await contract.check_update(engine, trainer, 1)
+            await contract.check_update_gloo(engine, trainer, 2)
+            assert len(await engine.device_uuids()) == 2
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("name", contract.SERVED)
 def test_engine_that_does_not_start_says_why(name, tmp_path):
     async def main() -> None:

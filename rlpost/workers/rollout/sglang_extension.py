@@ -100,7 +100,8 @@ class PolicySampler(Sampler):
         if sampling_info.custom_params is None:
             return torch.zeros(len(sampling_info), dtype=torch.int64, device=device)
         seeds = [parameters[SEED] for parameters in sampling_info.custom_params]
-        return torch.tensor(seeds, dtype=torch.int64, device=device)
+        pinned = torch.tensor(seeds, dtype=torch.int64, pin_memory=device.type != "cpu")
+        return pinned.to(device, non_blocking=True)  # the scheduler runs ahead of the device, and must not wait for it
 
 
 class SeedCarrier(CustomLogitProcessor):

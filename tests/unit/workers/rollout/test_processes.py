@@ -84,9 +84,8 @@ def test_engine_that_takes_too_long_to_start_is_ended():
             RuntimeError, match="Slow did not start within rollout.startup_timeout_s=0.2; its last words: "
         ):
             with processes.starting(0.2):
-                sleeper = subprocess.Popen(["sleep", "60"])
-                if sleeper.wait() != 0:
-                    raise RuntimeError("it is gone")
+                subprocess.Popen(["sleep", "60"]).wait()
+                raise RuntimeError("it is gone")
         assert children() == before
 
     asyncio.run(main())
@@ -100,7 +99,7 @@ def test_engine_whose_process_ends_is_reported_to_whoever_waits():
             script = "import sys, time; print('ValueError: no luck', file=sys.stderr, flush=True); time.sleep(60)"
             child = subprocess.Popen([sys.executable, "-c", script])
         assert await processes.call(asyncio.sleep(0, "done")) == "done"
-        await asyncio.sleep(0.5)
+        await asyncio.to_thread(wait_for, lambda: processes._log.cause() != "")
         waiting = asyncio.ensure_future(processes.call(asyncio.sleep(60)))
         await asyncio.sleep(0)
         child.kill()

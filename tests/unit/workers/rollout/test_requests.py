@@ -11,11 +11,11 @@ SPEC = SamplingSpec(temperature=1.0, max_tokens=6, vocab_size=100)
 
 
 class Engine:
-    """Samples the number of the token's position every millisecond; its version is what it stamps on tokens."""
+    """A token is the number of its position. A request that has sampled `allowed` tokens waits."""
 
     def __init__(self, forgets: int = 0):
         self.requests = Requests(self.submit, self.abort, max_model_len=20)
-        self.version, self.submitted = 0, []
+        self.version, self.submitted, self.allowed = 0, [], 2
         self.aborted: set[str] = set()
         self.forgets = forgets  # the first so many aborts are lost
 
@@ -23,8 +23,9 @@ class Engine:
         self.submitted.append((request_id, len(token_ids), seed, n))
         ids: list[int] = []
         while len(ids) < spec.max_tokens and request_id not in self.aborted:
-            ids.append(len(token_ids) + len(ids))
-            await asyncio.sleep(0.001)
+            if len(ids) < self.allowed:
+                ids.append(len(token_ids) + len(ids))
+            await asyncio.sleep(0)
         status = Status.ABORT if request_id in self.aborted else Status.LENGTH
         self.aborted.discard(request_id)
         one = Completion(
@@ -41,8 +42,17 @@ class Engine:
         else:
             self.aborted |= set(request_ids)
 
-    def start(self, request_id="r", n=1):
-        return asyncio.ensure_future(self.requests.generate([0, 1], SPEC, 5, request_id, n))
+    async def start(self, request_id="r", n=1):
+        """A request that has sampled what it may."""
+        request = asyncio.ensure_future(self.requests.generate([0, 1], SPEC, 5, request_id, n))
+        await turns()
+        return request
+
+
+async def turns() -> None:
+    """Let every task run until it can do no more."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 def run(body) -> None:
@@ -53,21 +63,17 @@ def run(body) -> None:
 def test_kept_request_goes_on_where_it_was_with_the_version_of_then(forgets):
     async def body():
         engine = Engine(forgets)
-        request = engine.start(n=2)
-        await asyncio.sleep(0.003)
+        request = await engine.start(n=2)
         await engine.requests.pause(keep=True)
-        done = engine.submitted[:]
-        engine.version = 1
-        await asyncio.sleep(0.01)
-        assert not request.done() and engine.submitted == done
+        await turns()
+        assert not request.done() and engine.submitted == [("r", 2, 5, 2)]
+        engine.version, engine.allowed = 1, 6
         engine.requests.resume()
         for completion in await request:
             assert completion.token_ids.tolist() == [2, 3, 4, 5, 6, 7] and completion.status is Status.LENGTH
-            assert set(completion.versions.tolist()) == {0, 1}
-        cut = engine.submitted[1][1] - 2
-        assert engine.submitted[1:] == [
-            (f"r/{i}", 2 + cut, request_seed(5 + i, cut), 1) for i in range(2)
-        ]  # one request for each sample, with a seed for its position
+            assert completion.versions.tolist() == [0, 0, 1, 1, 1, 1]
+        # one request for each sample, with a seed for its position
+        assert engine.submitted[1:] == [(f"r/{i}", 4, request_seed(5 + i, 2), 1) for i in range(2)]
 
     run(body)
 
@@ -75,11 +81,10 @@ def test_kept_request_goes_on_where_it_was_with_the_version_of_then(forgets):
 def test_request_that_is_not_kept_returns_what_it_has():
     async def body():
         engine = Engine()
-        request = engine.start()
-        await asyncio.sleep(0.003)
+        request = await engine.start()
         await engine.requests.pause(keep=False)
         (completion,) = await request
-        assert completion.status is Status.ABORT and 0 < len(completion.token_ids) < 6
+        assert completion.status is Status.ABORT and completion.token_ids.tolist() == [2, 3]
 
     run(body)
 
@@ -87,30 +92,31 @@ def test_request_that_is_not_kept_returns_what_it_has():
 def test_abort_reaches_the_continuations_of_a_request_and_no_other():
     async def body():
         engine = Engine()
-        mine, other = engine.start("a"), engine.start("ab")
-        await asyncio.sleep(0.003)
+        mine, other = await engine.start("a"), await engine.start("ab")
         await engine.requests.pause(keep=True)
         engine.requests.resume()
-        await asyncio.sleep(0.001)
+        await turns()
         await engine.requests.abort("a")
-        assert (await mine)[0].status is Status.ABORT and (await other)[0].status is Status.LENGTH
+        assert (await mine)[0].status is Status.ABORT
+        engine.allowed = 6
+        assert (await other)[0].status is Status.LENGTH
 
     run(body)
 
 
-def test_update_waits_for_nobody_and_holds_requests_back():
+def test_update_is_refused_while_requests_run_and_holds_new_ones_back():
     async def body():
         engine = Engine()
-        request = engine.start()
-        await asyncio.sleep(0.002)
+        request = await engine.start()
         with pytest.raises(RuntimeError, match="weight update 3: 1 requests are running; pause first"):
             engine.requests.begin_update(3)
+        engine.allowed = 6
         await request
         engine.requests.begin_update(3)
-        waiting = engine.start("w")
+        waiting = await engine.start("w")
         await engine.requests.pause(keep=True)
         engine.requests.end_update()
-        await asyncio.sleep(0.002)
+        await turns()
         assert len(engine.submitted) == 1  # still paused
         engine.requests.resume()
         assert (await waiting)[0].status is Status.LENGTH
