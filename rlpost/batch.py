@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+NOT_ASKED = float("inf")  # a logprob that the engine was not asked for; none that was is above 0
+
 
 class Provenance(IntEnum):
     """Where a token came from; the only source of loss masks. Only MODEL tokens are trained."""
@@ -40,7 +42,8 @@ class Trajectory:
     Attributes:
         token_ids: int64.
         provenance: uint8, `Provenance` of each token.
-        rollout_logprobs: float32, logprob under the policy that sampled it (behaviour); 0 where not MODEL.
+        rollout_logprobs: float32, logprob under the policy that sampled it (behaviour), or `NOT_ASKED`; 0 where not
+            MODEL.
         versions: int32, weight version that sampled it; -1 where not MODEL.
         rewards: float32, per token; an outcome reward sits on the last MODEL token.
         status: how it ended.
@@ -125,7 +128,7 @@ COLUMNS: dict[str, Column] = {
     "token_ids": Column("token", torch.int64, "the sequence, prompt included"),
     "provenance": Column("token", torch.uint8, "Provenance of each token"),
     "response_mask": Column("token", torch.bool, "tokens that are trained: MODEL tokens of usable trajectories"),
-    "rollout_logprobs": Column("token", torch.float32, "behaviour policy, as the engine reported"),
+    "rollout_logprobs": Column("token", torch.float32, "behaviour policy, as the engine reported, or NOT_ASKED"),
     "old_logprobs": Column("token", torch.float32, "proximal policy: the trainer at the start of the step"),
     "ref_logprobs": Column("token", torch.float32, "reference policy"),
     "logprobs": Column("token", torch.float32, "an inference pass of any role, before it gets its role's name"),

@@ -104,6 +104,12 @@ def cross_checks(cfg: Config) -> Iterator[str]:
                 f"{section}.ulysses_sequence_parallel_size={role.ulysses_sequence_parallel_size} holds no sequence of "
                 f"data.max_prompt_length + data.max_response_length = {longest} tokens: raise it to at least that"
             )
+    corrected = algo.rollout_correction
+    if rollout.logprobs_every > 1 and corrected.is_on:
+        yield (
+            f"rollout.logprobs_every={rollout.logprobs_every} with algo.rollout_correction: the correction needs the "
+            "engine's logprob of every token. Set rollout.logprobs_every=1"
+        )
     if rollout.max_model_len is not None and rollout.max_model_len < data.max_prompt_length + data.max_response_length:
         yield (
             f"rollout.max_model_len={rollout.max_model_len} < data.max_prompt_length + data.max_response_length = "

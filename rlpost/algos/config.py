@@ -59,6 +59,11 @@ class RolloutCorrectionConfig:
     rollout_rs_threshold_lower: float | None = None  # null: 1 / rollout_rs_threshold
     rollout_token_veto_threshold: float | None = None  # a single token below this ratio rejects its sequence
 
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is weighed or rejected."""
+        return any((self.rollout_is, self.rollout_rs, self.rollout_token_veto_threshold is not None))
+
     def __post_init__(self) -> None:
         for name in ("rollout_is", "rollout_rs"):
             if getattr(self, name) not in (None, "token", "sequence", "geometric"):

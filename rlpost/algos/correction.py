@@ -13,6 +13,7 @@ from torch import Tensor
 from rlpost.algos.config import RolloutCorrectionConfig
 from rlpost.algos.kl import MAX_LOG_RATIO, log_ratio
 from rlpost.algos.ragged import masked_segment_mean, row_ids, segment_sum, weighted_means
+from rlpost.batch import NOT_ASKED
 from rlpost.metrics import Metrics
 
 
@@ -33,7 +34,7 @@ def rollout_correction(
     cu_seqlens: Tensor,
     cfg: RolloutCorrectionConfig,
 ) -> Correction:
-    """Weights and rejections of every token; the mismatch itself is always measured.
+    """Weights and rejections of every token; the mismatch is measured wherever the engine was asked for logprobs.
 
     Args:
         old_logprobs, rollout_logprobs: proximal and behaviour policy, float32 `[N]`.
@@ -41,7 +42,8 @@ def rollout_correction(
         cu_seqlens: `[B + 1]`, whole sequences.
         cfg: levels and bounds.
     """
-    token = log_ratio(old_logprobs, rollout_logprobs, response_mask)
+    measured = response_mask & (rollout_logprobs != NOT_ASKED)
+    token = log_ratio(old_logprobs, rollout_logprobs, measured)
     # k1 and k3 estimate KL(behaviour || proximal): the behaviour policy sampled
     columns = {"rollout_corr/kl": -token, "rollout_corr/k3_kl": torch.expm1(token) - token}
     weights, keep = torch.ones_like(token), response_mask
@@ -62,7 +64,7 @@ def rollout_correction(
         vetoed = (segment_sum(vetoes.float(), cu_seqlens) > 0)[row_ids(cu_seqlens, len(token))]
         keep = keep & ~vetoed
         columns["rollout_corr/veto_fraction"] = vetoed
-    return Correction(weights, keep, weighted_means(columns, response_mask))
+    return Correction(weights, keep, weighted_means(columns, measured))
 
 
 def ratio_at(level: str, token_log_ratio: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -106,6 +106,7 @@ def prepare(cfg: Config) -> Facts:
         max_tokens=cfg.data.max_response_length,
         vocab_size=info.vocab_size,
         stop_token_ids=tuple(sorted({*info.stop_token_ids, *cfg.rollout.stop_token_ids})),
+        logprobs_every=cfg.rollout.logprobs_every,
     )
     return Facts(model=info, tokenizer=tokenizer, spec=spec)
 
@@ -133,7 +134,9 @@ def build_evaluator(cfg: Config, facts: Facts) -> Evaluator | None:
     if not sets:
         return None
     val = cfg.rollout.val_kwargs
-    spec = dataclasses.replace(facts.spec, temperature=val.temperature, top_p=val.top_p, top_k=val.top_k)
+    spec = dataclasses.replace(
+        facts.spec, temperature=val.temperature, top_p=val.top_p, top_k=val.top_k, logprobs_every=0
+    )
     return Evaluator(sets, val.n, spec, facts.decode, cfg.data.val_batch_size)
 
 

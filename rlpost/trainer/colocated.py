@@ -103,7 +103,7 @@ class ColocatedSource(RolloutSource):
         prompts = self._stream.next(math.ceil(num_sequences / self._n))
         self._stream.load_state_dict(cursor)
         await self._hand_memory_to_engine()
-        groups = await self._pool.run(prompts, self._n, self._spec)
+        groups = await self._pool.run(prompts, self._n, self._spec.with_all_logprobs())
         await self._hand_memory_to_trainer()  # which is to compute the same tokens' logprobs
         return groups
 

@@ -149,7 +149,8 @@ class AsyncSource(RolloutSource):
     async def probe(self, num_sequences: int) -> list[Group]:
         """See `RolloutSource.probe`. A sync that was not due comes first."""
         await self._catch_up()
-        return await self._pool.run(self.prompts.peek(-(-num_sequences // self._n)), self._n, self._spec)
+        prompts = self.prompts.peek(-(-num_sequences // self._n))
+        return await self._pool.run(prompts, self._n, self._spec.with_all_logprobs())
 
     async def restart_engines(self, cfg: RolloutConfig) -> None:
         """See `RolloutSource.restart_engines`. What runs is cut off, to be run again."""

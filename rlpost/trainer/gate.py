@@ -6,7 +6,7 @@ import torch
 
 from rlpost.batch import Batch, collate
 from rlpost.metrics import Metrics
-from rlpost.trainer.parity import NAME, Parity, ParityError, compare, likely_cause, may_be_kernels
+from rlpost.trainer.parity import NAME, Parity, ParityError, comparable, compare, likely_cause, may_be_kernels
 from rlpost.trainer.repair import RepairError
 from rlpost.trainer.source import RolloutSource
 from rlpost.workers.group import WorkerGroup
@@ -61,8 +61,8 @@ class ParityGate:
     async def check(self, batch: Batch, version: int) -> Metrics:
         """Compare the tokens that `version` sampled; where `old_logprobs` is absent, a spread of `probe_size` rows."""
         if "old_logprobs" not in batch:
-            rows = torch.linspace(0, len(batch) - 1, min(self._probe_size, len(batch))).round().long()
-            batch = batch.select(rows)
+            rows = batch.row_of_token[comparable(batch, version)].unique()
+            batch = batch.select(spread(rows if len(rows) else torch.arange(len(batch)), self._probe_size))
             batch.update(await self._workers.infer("old_logprobs", batch))
         parity = compare(batch, version)
         self._steps_blind = 0 if parity.num_tokens else self._steps_blind + 1
@@ -111,3 +111,8 @@ class ParityGate:
             + likely_cause(parity, after_push, other, self.limit),
             may_be_kernels=may_be_kernels(after_push, other, self.limit),
         )
+
+
+def spread(rows: torch.Tensor, n: int) -> torch.Tensor:
+    """`n` of `rows`, or all, evenly spread."""
+    return rows[torch.linspace(0, len(rows) - 1, min(n, len(rows))).round().long()]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlpost.batch import Batch
+from rlpost.batch import NOT_ASKED, Batch
 from rlpost.metrics import Metric, Metrics, Reduce
 
 NAME = "train_rollout_logprob_abs_diff"
@@ -40,10 +40,14 @@ class Parity:
         }
 
 
+def comparable(batch: Batch, version: int) -> torch.Tensor:
+    """bool `[N]`: tokens that weight `version` sampled and whose logprob the engine was asked for."""
+    return batch["response_mask"] & (batch["versions"] == version) & (batch["rollout_logprobs"] != NOT_ASKED)
+
+
 def differences(batch: Batch, version: int) -> torch.Tensor:
-    """`rollout_logprobs - old_logprobs` of the tokens that weight `version` sampled, float64 `[n]`."""
-    mask = batch["response_mask"] & (batch["versions"] == version)
-    return (batch["rollout_logprobs"] - batch["old_logprobs"])[mask].double()
+    """`rollout_logprobs - old_logprobs` of the `comparable` tokens, float64 `[n]`."""
+    return (batch["rollout_logprobs"] - batch["old_logprobs"])[comparable(batch, version)].double()
 
 
 def compare(batch: Batch, version: int) -> Parity:

@@ -195,6 +195,7 @@ class RolloutConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     enforce_eager: bool = False
+    logprobs_every: int = 1  # the engine returns logprobs of one group in so many, enough for parity; saves its time
     free_cache_engine: bool = True  # sleep while training when colocated on a GPU
     weight_sync: str = "auto"  # auto (by topology), shm, ipc, gloo, nccl
     weight_sync_timeout_s: float = 300.0  # for one bucket of weights to reach every replica
@@ -216,7 +217,7 @@ class RolloutConfig:
             raise ValueError(f"rollout.aiter=off and rollout.aiter_kernels.{on[0]}=on contradict each other: drop one")
         _one_of("rollout.aiter_on_fault", self.aiter_on_fault, ("disable", "stop"))
         _at_least("rollout.aiter_max_restarts", self.aiter_max_restarts, 2)
-        for key in ("n", "tensor_model_parallel_size", "num_replicas", "num_workers", "max_num_seqs"):
+        for key in ("n", "tensor_model_parallel_size", "num_replicas", "num_workers", "max_num_seqs", "logprobs_every"):
             _at_least(f"rollout.{key}", getattr(self, key), 1)
         for key in (
             "max_num_batched_tokens",

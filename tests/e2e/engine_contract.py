@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from rlpost.batch import Status
+from rlpost.batch import NOT_ASKED, Status
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.rollout.base import Completion, RolloutEngine, SamplingSpec, WeightManifest
 from rlpost.workers.weight_sync.sender import Sender
@@ -125,6 +125,16 @@ async def check_logprobs(engine: RolloutEngine, trainer: Trainer) -> None:
     for temperature in (1.0, 0.6, 1.7):
         completions = await engine.generate(PROMPTS[1], spec(temperature), seed=3, request_id=f"lp{temperature}", n=8)
         assert mean_difference(trainer, PROMPTS[1], completions, temperature) < 1e-4
+
+
+async def check_without_logprobs(engine: RolloutEngine) -> None:
+    """The same tokens, whether their logprobs are asked for or not."""
+    (asked,) = await engine.generate(PROMPTS[1], spec(), seed=3, request_id="asked")
+    silent = replace(spec(), logprobs_every=0)
+    (unasked,) = await engine.generate(PROMPTS[1], silent, seed=3, request_id="unasked")
+    assert unasked.token_ids.tolist() == asked.token_ids.tolist()
+    assert len(unasked.logprobs) == len(unasked.token_ids) and not np.isnan(unasked.logprobs).any()
+    assert (unasked.logprobs == NOT_ASKED).all() or np.allclose(unasked.logprobs, asked.logprobs)
 
 
 async def check_seeds(engine: RolloutEngine) -> None:

@@ -48,6 +48,7 @@ def test_engine_honours_the_contract(name, tied, tmp_path):
         try:
             await contract.check_greedy(engine, trainer)
             await contract.check_logprobs(engine, trainer)
+            await contract.check_without_logprobs(engine)
             await contract.check_seeds(engine)
             await contract.check_stop_and_length(engine, trainer)
             await contract.check_only_given_stops(engine, trainer)

@@ -97,6 +97,11 @@ def test_wrong_key_inside_a_sweep_is_found_before_anything_runs():
         (["trainer.logprob_diff_limit=0"], ["trainer.logprob_diff_limit=0"]),
         (["trainer.name=fully_async"], ["trainer.name=fully_async", "trainer=fully_async"]),
         (["trainer.max_staleness=1"], ["trainer.max_staleness", "add trainer=fully_async"]),
+        (["rollout.logprobs_every=0"], ["rollout.logprobs_every=0"]),
+        (
+            ["rollout.logprobs_every=8", "algo.rollout_correction.rollout_is=token"],
+            ["rollout.logprobs_every=8", "algo.rollout_correction"],
+        ),
         (["trainer=fully_async", "trainer.on_stale=maybe"], ["trainer.on_stale=maybe", "abort"]),
         (["trainer=fully_async", "trainer.require_batches=3"], ["require_batches=3", "data.train_batch_size"]),
         (

@@ -3,7 +3,7 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ class SamplingSpec:
         stop_token_ids: sampling ends after one of these; it is part of the response.
         vocab_size: ids >= this are never sampled (an embedding may be padded beyond the tokenizer); the trainer masks
             the same ids.
+        logprobs_every: the engine returns logprobs for one group in so many; 1: for all, 0: for none.
     """
 
     temperature: float
@@ -33,6 +34,17 @@ class SamplingSpec:
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
+    logprobs_every: int = 1
+
+    def with_all_logprobs(self) -> "SamplingSpec":
+        """The same, with logprobs for every group."""
+        return replace(self, logprobs_every=1)
+
+    def for_group(self, group_id: str) -> "SamplingSpec":
+        """As it is for one group: with logprobs or without, which depends on nothing but the group's id."""
+        if self.logprobs_every <= 1:
+            return self
+        return replace(self, logprobs_every=int(request_seed("logprobs", group_id) % self.logprobs_every == 0))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +53,8 @@ class Completion:
 
     Attributes:
         token_ids: int64 `[R]`, a stop token included.
-        logprobs: float32 `[R]`, of each sampled token under the distribution it was drawn from (temperature applied).
+        logprobs: float32 `[R]`, of each sampled token under the distribution it was drawn from (temperature applied);
+            `NOT_ASKED` where `SamplingSpec.logprobs_every` is 0, unless the engine returns them anyway.
         versions: int32 `[R]`, weight version of each token.
         status: STOP, LENGTH or ABORT.
     """

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from rlpost.batch import Status
+from rlpost.batch import NOT_ASKED, Status
 from rlpost.platform import platform
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
@@ -187,7 +187,7 @@ class HFEngine(RolloutEngine):
             completions.append(
                 Completion(
                     token_ids=answers[row, :length],
-                    logprobs=table[row, :length],
+                    logprobs=table[row, :length] if spec.logprobs_every else np.full(length, NOT_ASKED, np.float32),
                     versions=np.asarray(versions[:length], np.int32),
                     status=status,
                 )

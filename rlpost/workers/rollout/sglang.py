@@ -23,16 +23,13 @@ from rlpost.workers.model import ModelInfo
 from rlpost.workers.rollout.base import (
     ENGINES,
     Completion,
-    RolloutEngine,
     SamplingSpec,
-    WeightManifest,
     check_engine_kwargs,
     join,
 )
 from rlpost.workers.rollout.installed import require_offered
-from rlpost.workers.rollout.manifest import UpdateLedger, check_manifest, checkpoint_shapes
-from rlpost.workers.rollout.processes import EngineProcesses, keep_signal_handlers
-from rlpost.workers.rollout.requests import Requests
+from rlpost.workers.rollout.processes import keep_signal_handlers
+from rlpost.workers.rollout.served import ServedEngine
 from rlpost.workers.weight_sync.buffers import HostBuffer
 
 # Set from the config, so that one value serves trainer and engine; or ours, because this adapter depends on them.
@@ -77,21 +74,14 @@ IDLE_POLL_S = 0.005
 
 
 @ENGINES.register("sglang")
-class SGLangEngine(RolloutEngine):
-    """One SGLang replica. Its tokenizer manager runs here; its schedulers, one a device, are processes of their own.
-
-    Logprobs are those of the distribution that was sampled from: logits / temperature, softmax, padded ids masked.
-    """
+class SGLangEngine(ServedEngine):
+    """One SGLang replica. Its tokenizer manager runs here; its schedulers, one a device, are processes of their own."""
 
     def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int):
-        self._cfg, self._model, self._max_model_len = cfg, model, max_model_len
+        super().__init__("SGLang", cfg, model, max_model_len)
         self._engine: Any = None
         self._manager: Any = None  # SGLang's tokenizer manager, which takes every request of control
-        self._processes = EngineProcesses("SGLang")
-        self._requests = Requests(self._submit, self._abort, max_model_len)
         self._samples: dict[str, set[str]] = {}  # request id -> SGLang's ids of its samples
-        self._version = 0
-        self._ledger: UpdateLedger | None = None
 
     async def start(self) -> None:
         """See `RolloutEngine.start`.
@@ -113,35 +103,12 @@ class SGLangEngine(RolloutEngine):
             self._manager = self._engine.tokenizer_manager
             self._manager.auto_create_handle_loop()
 
-    async def generate(
-        self, token_ids: Sequence[int], spec: SamplingSpec, seed: int, request_id: str, n: int = 1
-    ) -> list[Completion]:
-        """See `RolloutEngine.generate`.
-
-        Raises:
-            ValueError: prompt and `spec.max_tokens` exceed the engine's `max_model_len`.
-            RuntimeError: the engine died; holds its own error.
-        """
-        return await self._requests.generate(token_ids, spec, seed, request_id, n)
-
-    async def abort(self, request_id: str | None = None) -> None:
-        """See `RolloutEngine.abort`."""
-        await self._requests.abort(request_id)
-
-    async def pause(self, keep: bool) -> None:
-        """See `RolloutEngine.pause`."""
-        await self._requests.pause(keep)
-
-    async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
-        self._requests.resume()
-
     async def sleep(self, level: int = 1) -> None:
         """See `RolloutEngine.sleep`. The weights are kept at either level: SGLang decides about that when it starts."""
         if platform().kind != "cpu":
             from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-            await self._flush()
+            await self._drop_cache()
             await self._call(
                 self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=["kv_cache", "weights"]))
             )
@@ -154,37 +121,13 @@ class SGLangEngine(RolloutEngine):
             request = ResumeMemoryOccupationReqInput(tags=list(tags))
             await self._call(self._manager.resume_memory_occupation(request))
 
-    async def begin_update(self, manifest: WeightManifest) -> None:
-        """See `RolloutEngine.begin_update`."""
-        check_manifest(manifest, checkpoint_shapes(self._model.path))
-        self._requests.begin_update(manifest.version)
-        if self._ledger is not None:
-            await self._close_update()
-        self._ledger = UpdateLedger(manifest)
+    async def _open_update(self) -> None:
         await self._session("begin")
 
-    async def load_bucket(self, bucket: dict[str, Any]) -> None:
-        """See `RolloutEngine.load_bucket`."""
-        assert self._ledger is not None, "load_bucket outside an update"
-        self._ledger.take(bucket["names"])
+    async def _write(self, bucket: dict[str, Any]) -> None:
         await self._send({"bucket": bucket})
 
-    async def finish_update(self, version: int) -> int | None:
-        """See `RolloutEngine.finish_update`."""
-        assert self._ledger is not None, "finish_update outside an update"
-        self._ledger.finish()
-        received = await self._close_update()
-        await self._flush()  # its keys and values are those of the old weights
-        if len(received) != 1:
-            raise RuntimeError(
-                f"weight update {version}: tensor-parallel ranks received different bytes: {sorted(received)}"
-            )
-        self._version, self._ledger = version, None
-        self._requests.end_update()
-        return received.pop()
-
     async def _close_update(self) -> set[int]:
-        """What the schedulers received."""
         digests = HostBuffer(8 * self._cfg.tensor_model_parallel_size)
         await self._send({"digest": digests.where()})
         await self._session("end")
@@ -282,7 +225,7 @@ class SGLangEngine(RolloutEngine):
             request = getattr(io_struct, f"{edge.capitalize()}WeightUpdateReqInput")()
             await self._succeed(getattr(self._manager, f"{edge}_weight_update")(request))
 
-    async def _flush(self) -> None:
+    async def _drop_cache(self) -> None:
         """Empty the prefix cache, which SGLang does only while idle: it may still be busy with what was aborted."""
         while not (await self._call(self._manager.flush_cache())).success:
             await asyncio.sleep(IDLE_POLL_S)

@@ -12,22 +12,18 @@ from typing import Any
 import numpy as np
 
 from rlpost import aiter
-from rlpost.batch import Status
+from rlpost.batch import NOT_ASKED, Status
 from rlpost.platform import platform
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.rollout.base import (
     ENGINES,
     Completion,
-    RolloutEngine,
     SamplingSpec,
-    WeightManifest,
     check_engine_kwargs,
 )
 from rlpost.workers.rollout.installed import require_offered
-from rlpost.workers.rollout.manifest import UpdateLedger, check_manifest, checkpoint_shapes
-from rlpost.workers.rollout.processes import EngineProcesses
-from rlpost.workers.rollout.requests import Requests
+from rlpost.workers.rollout.served import ServedEngine
 
 # Set from the config, so that one value serves trainer and engine; or ours, because this adapter depends on them.
 _RESERVED = {
@@ -63,19 +59,12 @@ _OFFERED = (
 
 
 @ENGINES.register("vllm")
-class VLLMEngine(RolloutEngine):
-    """One vLLM replica. `AsyncLLM` runs here; its engine core and workers are processes of their own.
-
-    Logprobs are those of the distribution that was sampled from: logits / temperature, softmax, padded ids masked.
-    """
+class VLLMEngine(ServedEngine):
+    """One vLLM replica. `AsyncLLM` runs here; its engine core and workers are processes of their own."""
 
     def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int):
-        self._cfg, self._model, self._max_model_len = cfg, model, max_model_len
+        super().__init__("vLLM", cfg, model, max_model_len)
         self._llm: Any = None
-        self._processes = EngineProcesses("vLLM")
-        self._requests = Requests(self._submit, self._abort, max_model_len)
-        self._version = 0
-        self._ledger: UpdateLedger | None = None
 
     async def start(self) -> None:
         """See `RolloutEngine.start`.
@@ -97,29 +86,6 @@ class VLLMEngine(RolloutEngine):
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
 
-    async def generate(
-        self, token_ids: Sequence[int], spec: SamplingSpec, seed: int, request_id: str, n: int = 1
-    ) -> list[Completion]:
-        """See `RolloutEngine.generate`.
-
-        Raises:
-            ValueError: prompt and `spec.max_tokens` exceed the engine's `max_model_len`.
-            RuntimeError: the engine died; holds its own error.
-        """
-        return await self._requests.generate(token_ids, spec, seed, request_id, n)
-
-    async def abort(self, request_id: str | None = None) -> None:
-        """See `RolloutEngine.abort`."""
-        await self._requests.abort(request_id)
-
-    async def pause(self, keep: bool) -> None:
-        """See `RolloutEngine.pause`."""
-        await self._requests.pause(keep)
-
-    async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
-        self._requests.resume()
-
     async def sleep(self, level: int = 1) -> None:
         """See `RolloutEngine.sleep`."""
         if platform().kind != "cpu":
@@ -130,41 +96,20 @@ class VLLMEngine(RolloutEngine):
         if platform().kind != "cpu":
             await self._call(self._llm.wake_up(list(tags)))
 
-    async def begin_update(self, manifest: WeightManifest) -> None:
-        """See `RolloutEngine.begin_update`."""
-        check_manifest(manifest, checkpoint_shapes(self._model.path))
-        self._requests.begin_update(manifest.version)
-        if self._ledger is not None:
-            await self._close_update()
-        self._ledger = UpdateLedger(manifest)
+    async def _open_update(self) -> None:
         await self._call(self._llm.start_weight_update())
 
-    async def load_bucket(self, bucket: dict[str, Any]) -> None:
-        """See `RolloutEngine.load_bucket`."""
+    async def _write(self, bucket: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        assert self._ledger is not None, "load_bucket outside an update"
-        self._ledger.take(bucket["names"])
         await self._call(self._llm.update_weights(WeightTransferUpdateRequest(update_info={"bucket": bucket})))
 
-    async def finish_update(self, version: int) -> int | None:
-        """See `RolloutEngine.finish_update`."""
-        assert self._ledger is not None, "finish_update outside an update"
-        self._ledger.finish()
-        digests = await self._close_update()
-        if len(digests) != 1:
-            raise RuntimeError(
-                f"weight update {version}: tensor-parallel ranks received different bytes: {sorted(digests)}"
-            )
-        await self._call(self._llm.reset_prefix_cache())  # its keys and values are those of the old weights
-        self._version, self._ledger = version, None
-        self._requests.end_update()
-        return digests.pop()
-
     async def _close_update(self) -> set[int]:
-        """What the workers received."""
         await self._call(self._llm.finish_weight_update())
         return set(await self._call(self._llm.collective_rpc("rlpost_seal_update")))
+
+    async def _drop_cache(self) -> None:
+        await self._call(self._llm.reset_prefix_cache())
 
     async def device_uuids(self) -> list[str]:
         """See `RolloutEngine.device_uuids`."""
@@ -196,7 +141,9 @@ class VLLMEngine(RolloutEngine):
 
     def _completion(self, output: Any) -> Completion:
         token_ids = np.asarray(output.token_ids, np.int64)
-        logprobs = [step[token].logprob for step, token in zip(output.logprobs or (), output.token_ids, strict=True)]
+        logprobs = [NOT_ASKED] * len(token_ids)
+        if output.logprobs is not None:
+            logprobs = [step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)]
         return Completion(
             token_ids=token_ids,
             logprobs=np.asarray(logprobs, np.float32),
@@ -222,7 +169,7 @@ def sampling_params(spec: SamplingSpec, seed: int, n: int) -> Any:
         max_tokens=spec.max_tokens,
         stop_token_ids=list(spec.stop_token_ids),
         ignore_eos=True,
-        logprobs=0,
+        logprobs=0 if spec.logprobs_every else None,  # 0: of the sampled token alone
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

@@ -145,7 +145,7 @@ class WorkflowWorker:
 
     async def _run_one(self, prompt: Prompt, n: int, spec: SamplingSpec) -> list[Trajectory]:
         self._num_runs += 1
-        run = self._num_runs
+        run, spec = self._num_runs, spec.for_group(prompt.id)
 
         async def generate(
             token_ids: Sequence[int] | np.ndarray, n: int = 1, key: str = "", max_tokens: int | None = None

@@ -7,6 +7,7 @@ import torch
 
 from rlpost.algos.config import RolloutCorrectionConfig
 from rlpost.algos.correction import rollout_correction
+from rlpost.batch import NOT_ASKED
 
 MASK = torch.tensor([True, False, True, True, True])
 CU = torch.tensor([0, 3, 5])
@@ -104,3 +105,12 @@ def test_long_sequence_ratio_stays_finite():
 def test_correction_config_names_the_wrong_key(key, wrong):
     with pytest.raises(ValueError, match=f"algo.rollout_correction.{key}={wrong}"):
         RolloutCorrectionConfig(**{key: wrong})
+
+
+def test_tokens_whose_logprob_was_not_asked_for_are_not_measured_and_not_dropped():
+    rollout = torch.full((5,), -2.0)
+    rollout[3:] = NOT_ASKED
+    correction = rollout_correction(torch.full((5,), -1.9), rollout, MASK, CU, RolloutCorrectionConfig())
+    assert correction.keep.tolist() == MASK.tolist() and correction.weights.tolist() == [1.0] * 5
+    kl = correction.metrics["rollout_corr/kl"]
+    assert (kl.value, kl.weight) == (pytest.approx(-0.1), 2)

@@ -6,6 +6,9 @@ import numpy as np
 
 from rlpost.batch import Group, Prompt, Provenance, Status, Trajectory
 from rlpost.trainer.buffer import GroupBuffer, Slot
+from rlpost.workers.rollout.base import SamplingSpec
+
+SPEC = SamplingSpec(temperature=1.0, max_tokens=4, vocab_size=32)
 
 
 def prompt(index: int) -> Prompt:

@@ -12,7 +12,7 @@ from rlpost.trainer.colocated import ColocatedSource
 from rlpost.trainer.source import BudgetExhausted, RewardFailure
 from rlpost.workers.config import ActorConfig, FSDPConfig
 from rlpost.workers.model_worker import ModelWorker, WorkerSetup
-from tests.unit.trainer.rollouts import Stream, group, prompt
+from tests.unit.trainer.rollouts import SPEC, Stream, group, prompt
 
 
 class Pool:
@@ -34,7 +34,7 @@ def source(signal, **changes):
         pool=Pool(signal),
         trainers=None,
         sync=None,
-        spec=None,
+        spec=SPEC,
         n=2,
         filter_groups=filtering,
         max_error_rate=0.5,

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 import torch
 
-from rlpost.batch import Batch
+from rlpost.batch import NOT_ASKED, Batch
 from rlpost.trainer.gate import ParityGate
 from rlpost.trainer.parity import Parity, ParityError, compare, likely_cause
 
@@ -56,3 +56,30 @@ def test_gate_stops_at_a_logprob_that_is_no_number(wrong):
     gate = ParityGate(Workers(), limit=1e-3, probe_size=1, n=1, temperature=1.0)
     with pytest.raises(ParityError, match="overflow.*actor/grad_norm"):
         asyncio.run(gate.check(bad, version=1))
+
+
+def test_compare_leaves_out_what_the_engine_was_not_asked_for():
+    parity = compare(batch([-1.0, -2.0], [NOT_ASKED, -2.5], [1, 1], [True, True]), 1)
+    assert parity.num_tokens == 1 and parity.mean == pytest.approx(0.5)
+
+
+def test_gate_without_old_logprobs_infers_rows_that_it_can_compare():
+    """Three rows of one token, of which the engine was asked about the last."""
+
+    class Workers:
+        async def infer(self, column, batch, temperature=None):
+            self.seen = batch["rollout_logprobs"].tolist()
+            return Batch(batch.cu_seqlens, {column: torch.full((batch.num_tokens,), -1.0)})
+
+    rows = Batch(
+        torch.tensor([0, 1, 2, 3]),
+        {
+            "rollout_logprobs": torch.tensor([NOT_ASKED, NOT_ASKED, -1.0]),
+            "versions": torch.tensor([1, 1, 1]),
+            "response_mask": torch.tensor([True, True, True]),
+        },
+    )
+    workers = Workers()
+    metrics = asyncio.run(ParityGate(workers, limit=1e-3, probe_size=2, n=1, temperature=1.0).check(rows, version=1))
+    assert workers.seen == [-1.0]
+    assert metrics["train_rollout_logprob_abs_diff/mean"].value == 0.0

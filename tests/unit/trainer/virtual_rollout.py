@@ -15,7 +15,7 @@ from rlpost.trainer.buffer import GroupBuffer
 from rlpost.trainer.fully_async import AsyncSource
 from rlpost.trainer.limits import Limits
 from rlpost.trainer.prompts import PromptQueue
-from tests.unit.trainer.rollouts import Stream, group
+from tests.unit.trainer.rollouts import SPEC, Stream, group
 
 G = 4  # groups a step
 TRAIN_S, ABORT_S, PAUSE_POLL_S = 2.0, 0.1, 0.5
@@ -163,7 +163,7 @@ def build(
         algorithm=Algorithm(AlgoConfig(filter_groups=filtering), updates_per_step=1, max_response_length=64),
         pool=pool,
         sync=VirtualSync(pool, sync_s),
-        spec=None,
+        spec=SPEC,
         n=2,
         filter_groups=filtering,
         room=room,

@@ -1,0 +1,107 @@
+"""What vLLM and SGLang have in common as `RolloutEngine`: admission of requests, and the order of a weight update."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from rlpost.workers.config import RolloutConfig
+from rlpost.workers.model import ModelInfo
+from rlpost.workers.rollout.base import Completion, RolloutEngine, SamplingSpec, WeightManifest
+from rlpost.workers.rollout.manifest import UpdateLedger, check_manifest, checkpoint_shapes
+from rlpost.workers.rollout.processes import EngineProcesses
+from rlpost.workers.rollout.requests import Requests
+
+
+class ServedEngine(RolloutEngine):
+    """An engine whose scheduler and workers are processes of their own; subclasses say how to speak to them.
+
+    Logprobs are those of the distribution that was sampled from: logits / temperature, softmax, padded ids masked.
+
+    Args:
+        title: the engine's name in messages.
+    """
+
+    def __init__(self, title: str, cfg: RolloutConfig, model: ModelInfo, max_model_len: int):
+        self._cfg, self._model, self._max_model_len = cfg, model, max_model_len
+        self._processes = EngineProcesses(title)
+        self._requests = Requests(self._submit, self._abort, max_model_len)
+        self._version = 0
+        self._ledger: UpdateLedger | None = None  # of the update that is open
+
+    async def generate(
+        self, token_ids: Sequence[int], spec: SamplingSpec, seed: int, request_id: str, n: int = 1
+    ) -> list[Completion]:
+        """See `RolloutEngine.generate`.
+
+        Raises:
+            ValueError: prompt and `spec.max_tokens` exceed the engine's `max_model_len`.
+            RuntimeError: the engine died; holds its own error.
+        """
+        return await self._requests.generate(token_ids, spec, seed, request_id, n)
+
+    async def abort(self, request_id: str | None = None) -> None:
+        """See `RolloutEngine.abort`."""
+        await self._requests.abort(request_id)
+
+    async def pause(self, keep: bool) -> None:
+        """See `RolloutEngine.pause`."""
+        await self._requests.pause(keep)
+
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        self._requests.resume()
+
+    async def begin_update(self, manifest: WeightManifest) -> None:
+        """See `RolloutEngine.begin_update`. An update that was left open is given up."""
+        check_manifest(manifest, checkpoint_shapes(self._model.path))
+        self._requests.begin_update(manifest.version)
+        if self._ledger is not None:
+            await self._close_update()
+        self._ledger = UpdateLedger(manifest)
+        await self._open_update()
+
+    async def load_bucket(self, bucket: dict[str, Any]) -> None:
+        """See `RolloutEngine.load_bucket`."""
+        assert self._ledger is not None, "load_bucket outside an update"
+        self._ledger.take(bucket["names"])
+        await self._write(bucket)
+
+    async def finish_update(self, version: int) -> int | None:
+        """See `RolloutEngine.finish_update`."""
+        assert self._ledger is not None, "finish_update outside an update"
+        self._ledger.finish()
+        digests = await self._close_update()
+        await self._drop_cache()  # its keys and values are those of the old weights
+        if len(digests) != 1:
+            raise RuntimeError(
+                f"weight update {version}: tensor-parallel ranks received different bytes: {sorted(digests)}"
+            )
+        self._version, self._ledger = version, None
+        self._requests.end_update()
+        return digests.pop()
+
+    @abstractmethod
+    async def _submit(
+        self, token_ids: list[int], spec: SamplingSpec, seed: int, request_id: str, n: int
+    ) -> list[Completion]:
+        """Run one request in the engine; see `Requests`."""
+
+    @abstractmethod
+    async def _abort(self, request_ids: list[str]) -> None:
+        """Ask the engine to end these requests."""
+
+    @abstractmethod
+    async def _open_update(self) -> None:
+        """Tell the engine that weights are coming."""
+
+    @abstractmethod
+    async def _write(self, bucket: dict[str, Any]) -> None:
+        """Have every worker load one bucket."""
+
+    @abstractmethod
+    async def _close_update(self) -> set[int]:
+        """Tell the engine that this was all; the digests of what its workers received."""
+
+    @abstractmethod
+    async def _drop_cache(self) -> None:
+        """Empty the prefix cache."""
