@@ -78,7 +78,9 @@ def test_killed_ahead_of_training_and_resumed_trains_every_group_once(checkpoint
 
 @pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="no vLLM")
 def test_quickstart_reaches_the_demos_accuracy_asynchronously(tmp_path):
-    run = Run(tmp_path, "experiment=quickstart", "trainer=fully_async", "tracking=console")
+    run = Run(
+        tmp_path, "experiment=quickstart", "trainer=fully_async", "tracking=console", "trainer.total_training_steps=30"
+    )
     run.wait(600)
     summary = run.succeed()
     assert summary["accuracy_after"] >= 0.80 and summary["accuracy_after"] >= summary["accuracy_before"] + 0.35
