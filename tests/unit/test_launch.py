@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from rlpost.launch import CONFIG_ERROR, FAILED, INTERRUPTED, run
@@ -45,6 +46,7 @@ def test_sigterm_ends_like_ctrl_c(tmp_path):
         command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None and process.stdout.readline() == "waiting\n"
+    time.sleep(0.3)  # let it fall asleep: just before, a signal does not wake a Python loop without handlers of its own
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (INTERRUPTED, "cleaned up\n", "rlpost: interrupted\n")
