@@ -90,8 +90,12 @@ def test_close_ends_groups_pushes_and_hook(delay_s):
         await asyncio.Event().wait()
 
     async def main(source, pool):
+        before = asyncio.all_tasks()
         await train(source, 2)
-        await asyncio.sleep(delay_s)  # `run` looks for tasks that are left
+        await asyncio.sleep(delay_s)
+        assert asyncio.all_tasks() - before - pool.tasks, "there is nothing to end"
+        await source.close()
+        assert asyncio.all_tasks() - before - pool.tasks == set()
 
     run(main, {"length": random_lengths(1)}, hook=hook, staleness_threshold=2.0)
 

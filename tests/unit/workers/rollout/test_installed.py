@@ -26,8 +26,11 @@ def test_engine_that_is_not_installed_names_its_extra(engine, monkeypatch):
         require_installed(engine)
 
 
-def test_engine_without_a_package_of_its_own_needs_none():
+def test_engine_without_a_package_of_its_own_needs_none(monkeypatch):
+    looked_for = []
+    monkeypatch.setattr(importlib.util, "find_spec", looked_for.append)
     require_installed("hf")
+    assert looked_for == []
 
 
 def test_engine_that_lacks_something_says_what_was_asked_for(old_engine):
@@ -42,4 +45,5 @@ def test_installed_vllm_offers_what_the_adapter_calls():
     pytest.importorskip("vllm")
     from rlpost.workers.rollout import vllm
 
-    require_offered("vllm", vllm._OFFERED)
+    with pytest.raises(ValueError, match="lacks vllm:made_up, which"):  # and nothing else
+        require_offered("vllm", [*vllm._OFFERED, "vllm:made_up"])
