@@ -26,8 +26,12 @@ class Peer:
 
     def ask(self, question: Any) -> Any:
         """Put a question and wait for the answer."""
-        self._requests.put(question)
+        self.post(question)
         return self.answer()
+
+    def post(self, question: Any) -> None:
+        """Put a question; `answer` gives what came of it."""
+        self._requests.put(question)
 
     def answer(self) -> Any:
         """The next answer.

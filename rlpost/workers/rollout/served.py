@@ -105,3 +105,15 @@ class ServedEngine(RolloutEngine):
     @abstractmethod
     async def _drop_cache(self) -> None:
         """Empty the prefix cache."""
+
+
+def graph_batch_sizes(most: int) -> list[int]:
+    """Batch sizes to capture as device graphs, up to `most`: beyond the largest one, decoding would wait for its host.
+
+    A batch is padded to the next size, by at most a quarter (of small ones, by 7).
+    """
+    sizes, size = [1, 2, 4], 8
+    while size < most:
+        sizes.append(size)
+        size += max(8, size // 32 * 8)
+    return [size for size in sizes if size < most] + [most]

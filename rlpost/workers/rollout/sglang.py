@@ -29,7 +29,7 @@ from rlpost.workers.rollout.base import (
 )
 from rlpost.workers.rollout.installed import require_offered
 from rlpost.workers.rollout.processes import keep_signal_handlers
-from rlpost.workers.rollout.served import ServedEngine
+from rlpost.workers.rollout.served import ServedEngine, graph_batch_sizes
 from rlpost.workers.weight_sync.buffers import HostBuffer
 
 # Set from the config, so that one value serves trainer and engine; or ours, because this adapter depends on them.
@@ -297,6 +297,8 @@ def engine_arguments(cfg: RolloutConfig, model: ModelInfo, max_model_len: int, a
         }
         if "disable_piecewise_cuda_graph" in accepted:  # 0.5.12 fails to capture them on an H200
             arguments["disable_piecewise_cuda_graph"] = True
+        if "cuda_graph_bs" in accepted and not arguments["disable_cuda_graph"]:
+            arguments["cuda_graph_bs"] = graph_batch_sizes(cfg.max_num_seqs)
     if here.kind == "rocm":
         arguments |= aiter.arguments("sglang", cfg.aiter_kernels.set_to("on"), model.shape.latent_attention)
     return arguments | cfg.engine_kwargs

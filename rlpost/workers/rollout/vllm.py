@@ -23,7 +23,7 @@ from rlpost.workers.rollout.base import (
     check_engine_kwargs,
 )
 from rlpost.workers.rollout.installed import require_offered
-from rlpost.workers.rollout.served import ServedEngine
+from rlpost.workers.rollout.served import ServedEngine, graph_batch_sizes
 
 # Set from the config, so that one value serves trainer and engine; or ours, because this adapter depends on them.
 _RESERVED = {
@@ -212,8 +212,14 @@ def engine_arguments(cfg: RolloutConfig, model: ModelInfo, max_model_len: int, a
     if model.embedding_size > model.vocab_size:
         arguments["logits_processors"] = ["rlpost.workers.rollout.vllm_extension:VocabMask"]
         arguments["additional_config"] = {"rlpost_vocab_size": model.vocab_size}
+    if not arguments["enforce_eager"] and not _says_what_to_capture(cfg.engine_kwargs):
+        arguments["cudagraph_capture_sizes"] = graph_batch_sizes(cfg.max_num_seqs)
     if here.kind == "rocm":
         arguments |= aiter.arguments("vllm", cfg.aiter_kernels.set_to("on"), model.shape.latent_attention)
     if here.kind == "cpu" and cfg.tensor_model_parallel_size == 1:  # halves the start-up
         arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     return arguments | cfg.engine_kwargs
+
+
+def _says_what_to_capture(engine_kwargs: dict[str, Any]) -> bool:
+    return any("cudagraph" in key for key in (*engine_kwargs, *engine_kwargs.get("compilation_config", ())))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 ALIGNMENT_BYTES = 64
-DIGEST_MASK = 2**63 - 1
+DIGEST_MASK = 2**63 - 1  # digests are told without their sign: -1 means something else
 
 # names, shapes, dtypes, offsets; and where the bytes are: what `Buffer.where` of its transport says
 Bucket = dict[str, Any]
@@ -18,11 +18,14 @@ def empty_bucket() -> Bucket:
     return {"names": [], "shapes": [], "dtypes": [], "offsets": []}
 
 
-def digest_of(name: str, data: torch.Tensor) -> int:
-    """Checksum of one tensor's bytes (uint8 `[n]`); sums of these over tensors do not depend on their order."""
+def digest_of(name: str, data: torch.Tensor) -> torch.Tensor:
+    """Checksum of one tensor's bytes (uint8 `[n]`), an int64 scalar on their device: nobody waits for it here.
+
+    Sums of these over tensors (modulo 2^64) do not depend on their order.
+    """
     whole = data.numel() // 8 * 8
-    total = int(data[:whole].view(torch.int64).sum()) + int(data[whole:].sum())
-    return total * (zlib.crc32(name.encode()) | 1) & DIGEST_MASK
+    total = data[:whole].view(torch.int64).sum() + data[whole:].sum()
+    return total * (zlib.crc32(name.encode()) | 1)
 
 
 def padded(nbytes: int) -> int:

@@ -31,11 +31,14 @@ class BucketReader:
         self._mapped: dict[str, torch.Tensor] = {}
         self._group: BroadcastGroup | None = None
         self._received = torch.empty(0, dtype=torch.uint8)
-        self._digest = 0
+        self._digest = torch.zeros((), dtype=torch.int64)
         self._missed = False
 
     def read(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of a bucket. The tensors are views: copy what must outlive the bucket."""
+        """(name, tensor) of a bucket. The tensors are views: copy what must outlive the bucket.
+
+        At the end it waits for the copies that were queued: the sender may fill the bucket anew.
+        """
         data = self._fetch(bucket)
         if data is None:
             return
@@ -43,13 +46,14 @@ class BucketReader:
             bucket["names"], bucket["shapes"], bucket["dtypes"], bucket["offsets"], strict=True
         ):
             place = data[offset : offset + num_bytes(shape, dtype)]
-            self._digest = self._digest + digest_of(name, place) & DIGEST_MASK
+            self._digest = self._digest + digest_of(name, place)
             yield name, place.view(getattr(torch, dtype)).view(shape)
+        platform().synchronize()
 
     def close(self) -> int:
         """End an update, free its memory. Returns the digest of all that was read in it, `MISSED` if not all came."""
-        digest = MISSED if self._missed else self._digest
-        self._digest, self._missed = 0, False
+        digest = MISSED if self._missed else int(self._digest) & DIGEST_MASK
+        self._digest, self._missed = torch.zeros((), dtype=torch.int64), False
         self._mapped.clear()
         self._received = torch.empty(0, dtype=torch.uint8)
         return digest
@@ -96,7 +100,6 @@ class BucketReader:
             if self._received.numel() < bucket["nbytes"]:
                 device = self._device if spec.backend == "nccl" else "cpu"
                 self._received = torch.empty(bucket["nbytes"], dtype=torch.uint8, device=device)
-            platform().synchronize()  # copies out of the last bucket may still be queued
             data = self._received[: bucket["nbytes"]]
             group.broadcast(data)
             return data

@@ -56,7 +56,7 @@ class Sender:
         self._tensors: Tensors = {}
         self._buckets: Iterator[Bucket] | None = None
         self._buffers: list[Buffer] = []  # kept to `close`: the reader may still be at the last bucket
-        self._digest = 0
+        self._digest = torch.zeros((), dtype=torch.int64)
 
     def manifest(self) -> Tensors:
         """Name -> (shape, dtype name) of everything an update brings. Gathers once and remembers."""
@@ -72,7 +72,7 @@ class Sender:
         A broadcast that fails raises in `close`, not here: the other ranks would be left behind in a collective.
         """
         if self._buckets is None:
-            self._digest = 0
+            self._digest = torch.zeros((), dtype=torch.int64)
             self._buckets = self._fill()
         return next(self._buckets, None)
 
@@ -88,7 +88,7 @@ class Sender:
         platform().empty_cache()
         if self._broadcaster is not None and self._broadcaster.failure is not None:
             raise self._broadcaster.failure
-        return self._digest if self._writes else None
+        return int(self._digest) & DIGEST_MASK if self._writes else None
 
     def abandon(self) -> None:
         """End everything, also in the middle of an update; the sender is of no more use."""
@@ -116,7 +116,7 @@ class Sender:
             if self._writes:
                 place = self._buffers[0].data[used : used + nbytes]
                 place.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
-                self._digest = self._digest + digest_of(name, place) & DIGEST_MASK
+                self._digest = self._digest + digest_of(name, place)
             entry = (name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), used)
             for column, value in zip(bucket.values(), entry, strict=True):
                 column.append(value)

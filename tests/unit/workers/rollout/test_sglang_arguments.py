@@ -69,3 +69,9 @@ def test_piecewise_graphs_are_turned_off_where_sglang_has_them(on_cuda):
     name = "disable_piecewise_cuda_graph"
     assert name not in engine_arguments(RolloutConfig(), MODEL, 64, ACCEPTED)
     assert engine_arguments(RolloutConfig(), MODEL, 64, ACCEPTED | {name})[name] is True
+
+
+def test_graphs_are_captured_up_to_the_largest_batch(on_cuda):
+    arguments = engine_arguments(RolloutConfig(max_num_seqs=600), MODEL, 64, ACCEPTED | {"cuda_graph_bs"})
+    assert arguments["cuda_graph_bs"][-1] == 600
+    assert "cuda_graph_bs" not in engine_arguments(RolloutConfig(max_num_seqs=600), MODEL, 64, ACCEPTED)

@@ -2,8 +2,10 @@ from dataclasses import replace
 
 import pytest
 
+from rlpost.platform import Platform
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
+from rlpost.workers.rollout import vllm
 from rlpost.workers.rollout.vllm import engine_arguments
 
 ACCEPTED = {"model", "enable_prefix_caching", "enable_chunked_prefill", "max_num_seqs", "kv_cache_memory_bytes"}
@@ -49,3 +51,16 @@ def test_engine_loads_the_model_as_the_trainer_does():
     model = replace(info(100), trust_remote_code=True, override_config={"rope_theta": 5.0})
     arguments = engine_arguments(RolloutConfig(), model, 64, ACCEPTED)
     assert arguments["trust_remote_code"] is True and arguments["hf_overrides"] == {"rope_theta": 5.0}
+
+
+def test_every_batch_size_that_occurs_is_captured_unless_the_user_says_which(monkeypatch):
+    monkeypatch.setattr(vllm, "platform", lambda: Platform("cuda"))
+    sizes = engine_arguments(RolloutConfig(max_num_seqs=1024), info(100), 64, ACCEPTED)["cudagraph_capture_sizes"]
+    assert sizes[0] == 1 and sizes[-1] == 1024 and len(sizes) < 30
+    padding = {size: next(s for s in sizes if s >= size) - size for size in range(1, 1025)}
+    assert all(added <= max(7, size / 4) for size, added in padding.items())
+    cfg = RolloutConfig(engine_kwargs={"compilation_config": {"max_cudagraph_capture_size": 64}})
+    accepted = ACCEPTED | {"compilation_config"}
+    assert "cudagraph_capture_sizes" not in engine_arguments(cfg, info(100), 64, accepted)
+    eager = RolloutConfig(enforce_eager=True)
+    assert "cudagraph_capture_sizes" not in engine_arguments(eager, info(100), 64, ACCEPTED)
