@@ -29,8 +29,18 @@ def engine_environment(monkeypatch):
 
 
 def config(name: str, **changes) -> RolloutConfig:
+    kwargs: dict[str, int] = {}
+    if name == "vllm" and platform().kind != "cpu":  # a GPU that others use too cannot be profiled
+        kwargs["kv_cache_memory_bytes"] = 1 << 30
     return RolloutConfig(
-        name=name, dtype="float32", max_num_seqs=64, max_num_batched_tokens=512, startup_timeout_s=120.0, **changes
+        name=name,
+        dtype="float32",
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+        gpu_memory_utilization=0.2,
+        startup_timeout_s=180.0,
+        engine_kwargs=kwargs,
+        **changes,
     )
 
 

@@ -295,6 +295,8 @@ def engine_arguments(cfg: RolloutConfig, model: ModelInfo, max_model_len: int, a
             "enable_memory_saver": cfg.free_cache_engine,
             "enable_weights_cpu_backup": cfg.free_cache_engine,
         }
+        if here.kind == "cuda" and arguments["dtype"] == "float32":
+            arguments["attention_backend"] = "triton"  # what it would choose itself computes in 16 bits only
         if "disable_piecewise_cuda_graph" in accepted:  # 0.5.12 fails to capture them on an H200
             arguments["disable_piecewise_cuda_graph"] = True
         if "cuda_graph_bs" in accepted and not arguments["disable_cuda_graph"]:

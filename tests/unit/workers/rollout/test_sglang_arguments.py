@@ -75,3 +75,8 @@ def test_graphs_are_captured_up_to_the_largest_batch(on_cuda):
     arguments = engine_arguments(RolloutConfig(max_num_seqs=600), MODEL, 64, ACCEPTED | {"cuda_graph_bs"})
     assert arguments["cuda_graph_bs"][-1] == 600
     assert "cuda_graph_bs" not in engine_arguments(RolloutConfig(max_num_seqs=600), MODEL, 64, ACCEPTED)
+
+
+def test_attention_in_float32_has_a_kernel_that_computes_in_it(on_cuda):
+    assert engine_arguments(RolloutConfig(dtype="float32"), MODEL, 64, ACCEPTED)["attention_backend"] == "triton"
+    assert "attention_backend" not in engine_arguments(RolloutConfig(dtype="bfloat16"), MODEL, 64, ACCEPTED)
