@@ -3,6 +3,19 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlpost.problems import refuse
+
+# Adapters, and the keys of `DataConfig` that each reads; tests hold the table to the code.
+ADAPTERS_READ: dict[str, tuple[str, ...]] = {
+    "auto": ("prompt_key", "answer_key", "reward_fn_key"),
+    "rows": (),
+    "verl": ("prompt_key", "reward_fn_key"),
+    "gsm8k": ("reward_fn_key",),
+    "math": ("reward_fn_key",),
+    "plain": ("prompt_key", "answer_key", "reward_fn_key"),
+    "chat": ("prompt_key", "answer_key", "reward_fn_key"),
+}
+
 
 @dataclass(slots=True, kw_only=True)
 class DataConfig:
@@ -40,12 +53,12 @@ class DataConfig:
     def __post_init__(self) -> None:
         for key in ("train_batch_size", "max_prompt_length", "max_response_length"):
             if getattr(self, key) < 1:
-                raise ValueError(f"data.{key}={getattr(self, key)}: must be >= 1")
+                refuse(f"data.{key}={getattr(self, key)}: must be >= 1")
         for key in ("val_batch_size", "train_max_samples", "val_max_samples"):
             if getattr(self, key) is not None and getattr(self, key) < 1:
-                raise ValueError(f"data.{key}={getattr(self, key)}: must be >= 1, or null")
+                refuse(f"data.{key}={getattr(self, key)}: must be >= 1, or null")
         if self.chat_template_kwargs and not self.apply_chat_template:
-            raise ValueError(
+            refuse(
                 f"data.chat_template_kwargs={self.chat_template_kwargs} has no effect with data.apply_chat_template="
                 "false: remove one of the two"
             )

@@ -2,9 +2,33 @@
 
 from dataclasses import dataclass, field
 
+from rlpost.problems import refuse
+
 # see the table in kl.py
 KL_PENALTIES = ("k1", "k2", "k3", "low_var_kl", "abs")
 KL_LOSSES = ("k2", "k1+", "k3+", "k3", "low_var_kl", "abs")
+
+# What is registered, and the keys of `AlgoConfig` that each reads; tests hold the tables to the code.
+ESTIMATORS_READ: dict[str, tuple[str, ...]] = {
+    "gae": ("gamma", "lam", "whiten_advantages"),
+    "grpo": ("norm_adv_by_std_in_grpo", "whiten_advantages"),
+    "rloo": ("whiten_advantages",),
+    "reinforce_plus_plus": ("gamma",),
+    "reinforce_plus_plus_baseline": (),
+}
+LOSSES_READ: dict[str, tuple[str, ...]] = {
+    "ppo_clip": ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
+    "gspo": ("clip_ratio_low", "clip_ratio_high"),
+    "cispo": ("clip_ratio_low", "clip_ratio_high"),
+    "sapo": ("sapo_tau_pos", "sapo_tau_neg"),
+    "reinforce": (),
+}
+AGGREGATIONS_READ: dict[str, tuple[str, ...]] = {
+    "token-mean": (),
+    "seq-mean-token-mean": (),
+    "seq-mean-token-sum": (),
+    "seq-mean-token-sum-norm": ("loss_scale_factor",),
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -18,11 +42,11 @@ class KLControlConfig:
 
     def __post_init__(self) -> None:
         if self.type not in ("fixed", "adaptive"):
-            raise ValueError(f"algo.kl_ctrl.type={self.type}: expected 'fixed' or 'adaptive'")
+            refuse(f"algo.kl_ctrl.type={self.type}: expected 'fixed' or 'adaptive'")
         if self.kl_coef < 0.0:
-            raise ValueError(f"algo.kl_ctrl.kl_coef={self.kl_coef}: must be >= 0 (it is subtracted from the reward)")
+            refuse(f"algo.kl_ctrl.kl_coef={self.kl_coef}: must be >= 0 (it is subtracted from the reward)")
         if self.horizon < 1 or self.target_kl <= 0.0:
-            raise ValueError(
+            refuse(
                 f"algo.kl_ctrl.horizon={self.horizon}, algo.kl_ctrl.target_kl={self.target_kl}: must be >= 1 and > 0"
             )
 
@@ -38,9 +62,9 @@ class FilterGroupsConfig:
 
     def __post_init__(self) -> None:
         if self.on_exhausted not in ("error", "train"):
-            raise ValueError(f"algo.filter_groups.on_exhausted={self.on_exhausted}: expected 'error' or 'train'")
+            refuse(f"algo.filter_groups.on_exhausted={self.on_exhausted}: expected 'error' or 'train'")
         if self.max_num_gen_batches < 1:
-            raise ValueError(f"algo.filter_groups.max_num_gen_batches={self.max_num_gen_batches}: must be >= 1")
+            refuse(f"algo.filter_groups.max_num_gen_batches={self.max_num_gen_batches}: must be >= 1")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,18 +91,18 @@ class RolloutCorrectionConfig:
     def __post_init__(self) -> None:
         for name in ("rollout_is", "rollout_rs"):
             if getattr(self, name) not in (None, "token", "sequence", "geometric"):
-                raise ValueError(
+                refuse(
                     f"algo.rollout_correction.{name}={getattr(self, name)}: "
                     "expected null, 'token', 'sequence' or 'geometric'"
                 )
         for name in ("rollout_is_threshold", "rollout_rs_threshold"):
             if getattr(self, name) < 1.0:
-                raise ValueError(
+                refuse(
                     f"algo.rollout_correction.{name}={getattr(self, name)}: must be >= 1, the ratio of equal policies"
                 )
         for name in ("rollout_rs_threshold_lower", "rollout_token_veto_threshold"):
             if getattr(self, name) is not None and not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"algo.rollout_correction.{name}={getattr(self, name)}: must lie in [0, 1], or null")
+                refuse(f"algo.rollout_correction.{name}={getattr(self, name)}: must lie in [0, 1], or null")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,39 +143,33 @@ class AlgoConfig:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.gamma <= 1.0:
-            raise ValueError(f"algo.gamma={self.gamma}: must lie in [0, 1]")
+            refuse(f"algo.gamma={self.gamma}: must lie in [0, 1]")
         if not 0.0 <= self.lam <= 1.0:
-            raise ValueError(f"algo.lam={self.lam}: must lie in [0, 1]")
+            refuse(f"algo.lam={self.lam}: must lie in [0, 1]")
         if not 0.0 <= self.clip_ratio_low <= 1.0:
-            raise ValueError(
-                f"algo.clip_ratio_low={self.clip_ratio_low}: must lie in [0, 1] (the ratio's floor is 1 - it)"
-            )
+            refuse(f"algo.clip_ratio_low={self.clip_ratio_low}: must lie in [0, 1] (the ratio's floor is 1 - it)")
         if self.clip_ratio_high < 0.0:
-            raise ValueError(f"algo.clip_ratio_high={self.clip_ratio_high}: must be >= 0")
+            refuse(f"algo.clip_ratio_high={self.clip_ratio_high}: must be >= 0")
         if self.clip_ratio_c is not None and self.clip_ratio_c <= 1.0:
-            raise ValueError(
-                f"algo.clip_ratio_c={self.clip_ratio_c}: dual clip needs a bound above 1, or null for none"
-            )
+            refuse(f"algo.clip_ratio_c={self.clip_ratio_c}: dual clip needs a bound above 1, or null for none")
         if min(self.sapo_tau_pos, self.sapo_tau_neg) <= 0.0:
-            raise ValueError(
-                f"algo.sapo_tau_pos={self.sapo_tau_pos}, algo.sapo_tau_neg={self.sapo_tau_neg}: must be > 0"
-            )
+            refuse(f"algo.sapo_tau_pos={self.sapo_tau_pos}, algo.sapo_tau_neg={self.sapo_tau_neg}: must be > 0")
         if self.loss_scale_factor is not None and self.loss_scale_factor < 1:
-            raise ValueError(f"algo.loss_scale_factor={self.loss_scale_factor}: must be >= 1 token, or null")
+            refuse(f"algo.loss_scale_factor={self.loss_scale_factor}: must be >= 1 token, or null")
         self._check_kl()
 
     def _check_kl(self) -> None:
         if self.kl_loss_type == "k1":
-            raise ValueError(
+            refuse(
                 "algo.kl_loss_type=k1: as a loss its expected gradient on on-policy data is zero, so only noise "
                 "is left. Set k1+ (the value of k1 with the gradient of the reverse KL) or k2"
             )
-        if self.kl_loss_type not in KL_LOSSES:
-            raise ValueError(f"algo.kl_loss_type={self.kl_loss_type}: expected one of {', '.join(KL_LOSSES)}")
+        elif self.kl_loss_type not in KL_LOSSES:
+            refuse(f"algo.kl_loss_type={self.kl_loss_type}: expected one of {', '.join(KL_LOSSES)}")
         if self.kl_penalty not in KL_PENALTIES:
-            raise ValueError(f"algo.kl_penalty={self.kl_penalty}: expected one of {', '.join(KL_PENALTIES)}")
+            refuse(f"algo.kl_penalty={self.kl_penalty}: expected one of {', '.join(KL_PENALTIES)}")
         if self.kl_loss_coef < 0.0:
-            raise ValueError(f"algo.kl_loss_coef={self.kl_loss_coef}: must be >= 0")
+            refuse(f"algo.kl_loss_coef={self.kl_loss_coef}: must be >= 0")
 
     @property
     def needs_reference(self) -> bool:

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlpost.problems import refuse
+
 
 @dataclass(slots=True, kw_only=True)
 class RewardTermConfig:
@@ -16,7 +18,7 @@ class RewardTermConfig:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight):
-            raise ValueError(f"reward.terms.*.weight={self.weight}: must be finite")
+            refuse(f"reward.terms.*.weight={self.weight}: must be finite")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,9 +31,9 @@ class OverlongBufferConfig:
 
     def __post_init__(self) -> None:
         if self.len is not None and self.len < 1:
-            raise ValueError(f"reward.overlong_buffer.len={self.len}: must be >= 1, or null for a quarter of the limit")
+            refuse(f"reward.overlong_buffer.len={self.len}: must be >= 1, or null for a quarter of the limit")
         if self.penalty_factor < 0:
-            raise ValueError(f"reward.overlong_buffer.penalty_factor={self.penalty_factor}: must be >= 0 (a deduction)")
+            refuse(f"reward.overlong_buffer.penalty_factor={self.penalty_factor}: must be >= 0 (a deduction)")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,9 +48,9 @@ class RewardModelConfig:
     def __post_init__(self) -> None:
         for key in ("max_length", "batch_size"):
             if getattr(self, key) < 1:
-                raise ValueError(f"reward.reward_model.{key}={getattr(self, key)}: must be >= 1")
+                refuse(f"reward.reward_model.{key}={getattr(self, key)}: must be >= 1")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise ValueError(f"reward.reward_model.dtype={self.dtype}: expected auto, float32, bfloat16 or float16")
+            refuse(f"reward.reward_model.dtype={self.dtype}: expected auto, float32, bfloat16 or float16")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,11 +66,11 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         if self.timeout_s <= 0:
-            raise ValueError(f"reward.timeout_s={self.timeout_s}: must be > 0")
+            refuse(f"reward.timeout_s={self.timeout_s}: must be > 0")
         if self.num_processes < 1:
-            raise ValueError(f"reward.num_processes={self.num_processes}: must be >= 1")
+            refuse(f"reward.num_processes={self.num_processes}: must be >= 1")
         if not 0 <= self.max_error_rate <= 1:
-            raise ValueError(f"reward.max_error_rate={self.max_error_rate}: must lie in [0, 1]")
+            refuse(f"reward.max_error_rate={self.max_error_rate}: must lie in [0, 1]")
         for name in self.terms:
             if "/" in name or name == "overlong":
-                raise ValueError(f"reward.terms.{name}: a term may not be called 'overlong' or contain '/'; rename it")
+                refuse(f"reward.terms.{name}: a term may not be called 'overlong' or contain '/'; rename it")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlpost.problems import refuse
 from rlpost.registry import near
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
@@ -19,8 +20,8 @@ class TrackingConfig:
     mlflow_uri: str | None = None  # null: <run folder>/mlflow
 
     def __post_init__(self) -> None:
-        for name in self.logger:
+        for name in dict.fromkeys(self.logger):
             if name not in LOGGERS and "." not in name:
-                raise ValueError(f"tracking.logger: no such tracker '{name}'; {near(name, LOGGERS)}")
+                refuse(f"tracking.logger: no such tracker '{name}'; {near(name, LOGGERS)}")
             if self.logger.count(name) > 1:
-                raise ValueError(f"tracking.logger={self.logger}: '{name}' is listed twice")
+                refuse(f"tracking.logger={self.logger}: '{name}' is listed twice")

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlpost.aiter import FAMILIES as AITER_FAMILIES
+from rlpost.problems import refuse
 
 
 def _switch(key: str, value: str) -> str:
@@ -15,12 +16,12 @@ def _switch(key: str, value: str) -> str:
 
 def _one_of(key: str, value: object, allowed: tuple) -> None:
     if value not in allowed:
-        raise ValueError(f"{key}={value}: expected one of {', '.join(str(a) for a in allowed)}")
+        refuse(f"{key}={value}: expected one of {', '.join(str(a) for a in allowed)}")
 
 
 def _at_least(key: str, value: float | None, least: float) -> None:
-    if value is not None and value < least:
-        raise ValueError(f"{key}={value}: must be >= {least}")
+    if value is not None and not value >= least:  # also where it is not a number
+        refuse(f"{key}={value}: must be >= {least}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _at_least("model.lora_rank", self.lora_rank, 0)
+        _at_least("model.lora_alpha", self.lora_alpha, 1)
         _one_of(
             "model.attn_implementation",
             self.attn_implementation,
@@ -59,13 +61,18 @@ class OptimConfig:
     lr_scheduler_type: str = "constant"
     min_lr_ratio: float = 0.0  # floor of linear and cosine decay, as a fraction of lr
 
-    def __post_init__(self) -> None:
-        _one_of("optim.lr_scheduler_type", self.lr_scheduler_type, ("constant", "linear", "cosine"))
-        if self.lr <= 0:
-            raise ValueError(f"optim.lr={self.lr}: must be > 0")
+    def check(self, at: str) -> None:
+        """Refuse what cannot be; `at` is where this lies, such as `actor.optim`."""
+        _one_of(f"{at}.lr_scheduler_type", self.lr_scheduler_type, ("constant", "linear", "cosine"))
+        for key in ("lr", "eps"):
+            if not getattr(self, key) > 0:
+                refuse(f"{at}.{key}={getattr(self, key)}: must be > 0")
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ValueError(f"optim.betas={self.betas}: expected two numbers in [0, 1)")
-        _at_least("optim.lr_warmup_steps", self.lr_warmup_steps, 0)
+            refuse(f"{at}.betas={self.betas}: expected two numbers in [0, 1)")
+        _at_least(f"{at}.weight_decay", self.weight_decay, 0)
+        _at_least(f"{at}.lr_warmup_steps", self.lr_warmup_steps, 0)
+        if not 0.0 <= self.min_lr_ratio <= 1.0:
+            refuse(f"{at}.min_lr_ratio={self.min_lr_ratio}: must lie in [0, 1], it is a fraction of {at}.lr")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,9 +84,10 @@ class FSDPConfig:
     reshard_after_forward: bool = True
     fsdp_size: int = -1  # ranks that shard one replica (HSDP); -1: all
 
-    def __post_init__(self) -> None:
+    def check(self, at: str) -> None:
+        """Refuse what cannot be; `at` is where this lies, such as `actor.fsdp`."""
         if self.fsdp_size != -1 and self.fsdp_size < 1:
-            raise ValueError(f"fsdp.fsdp_size={self.fsdp_size}: must be -1 (all ranks) or >= 1")
+            refuse(f"{at}.fsdp_size={self.fsdp_size}: must be -1 (all ranks) or >= 1")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,19 +106,25 @@ class TrainRoleConfig:
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
 
     def __post_init__(self) -> None:
-        _one_of("strategy", self.strategy, ("fsdp2",))
+        at = self._section()
+        _one_of(f"{at}.strategy", self.strategy, ("fsdp2",))
         if self.dtype == "float16":
-            raise ValueError(
-                "dtype=float16 of actor or critic: training in it needs a loss scaler, which rlpost does not have, or "
+            refuse(
+                f"{at}.dtype=float16: training in it needs a loss scaler, which rlpost does not have, or "
                 "small gradients become 0. Set bfloat16, which has float32's range (or float32)"
             )
-        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        else:
+            _one_of(f"{at}.dtype", self.dtype, ("auto", "float32", "bfloat16"))
         for key in ("ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", "ulysses_sequence_parallel_size"):
-            _at_least(key, getattr(self, key), 1)
+            _at_least(f"{at}.{key}", getattr(self, key), 1)
         if not self.grad_clip > 0:
-            raise ValueError(
-                f"grad_clip={self.grad_clip}: must be > 0, the largest norm of a gradient (.inf: no clipping)"
-            )
+            refuse(f"{at}.grad_clip={self.grad_clip}: must be > 0, the largest norm of a gradient (.inf: no clipping)")
+        self.optim.check(f"{at}.optim")
+        self.fsdp.check(f"{at}.fsdp")
+
+    @staticmethod
+    def _section() -> str:
+        return "actor"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,6 +141,12 @@ class CriticConfig(TrainRoleConfig):
 
     def __post_init__(self) -> None:
         TrainRoleConfig.__post_init__(self)
+        if self.cliprange_value is not None and not self.cliprange_value > 0:
+            refuse(f"critic.cliprange_value={self.cliprange_value}: must be > 0, or null for no clipping")
+
+    @staticmethod
+    def _section() -> str:
+        return "critic"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,6 +156,9 @@ class RefConfig:
     path: str | None = None  # null: the checkpoint the actor starts from
     param_offload: bool = False
     log_prob_max_token_len_per_gpu: int | None = None  # null: as actor.ppo_max_token_len_per_gpu
+
+    def __post_init__(self) -> None:
+        _at_least("ref.log_prob_max_token_len_per_gpu", self.log_prob_max_token_len_per_gpu, 1)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,8 +173,12 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         _at_least("rollout.val_kwargs.n", self.n, 1)
         _at_least("rollout.val_kwargs.temperature", self.temperature, 0.0)
+        if not 0.0 < self.top_p <= 1.0:
+            refuse(f"rollout.val_kwargs.top_p={self.top_p}: must lie in (0, 1]; 1 keeps every token")
+        if self.top_k != -1:
+            _at_least("rollout.val_kwargs.top_k", self.top_k, 1)
         if self.n > 1 and self.temperature == 0.0:
-            raise ValueError(
+            refuse(
                 f"rollout.val_kwargs.n={self.n} with rollout.val_kwargs.temperature=0: greedy samples are all alike; "
                 "set a temperature above 0 for pass@k, or n=1"
             )
@@ -214,12 +241,13 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         self.aiter = _switch("rollout.aiter", self.aiter)
         if self.aiter == "off" and (on := sorted(self.aiter_kernels.set_to("on"))):
-            raise ValueError(f"rollout.aiter=off and rollout.aiter_kernels.{on[0]}=on contradict each other: drop one")
+            refuse(f"rollout.aiter=off and rollout.aiter_kernels.{on[0]}=on contradict each other: drop one")
         _one_of("rollout.aiter_on_fault", self.aiter_on_fault, ("disable", "stop"))
         _at_least("rollout.aiter_max_restarts", self.aiter_max_restarts, 2)
         for key in ("n", "tensor_model_parallel_size", "num_replicas", "num_workers", "max_num_seqs", "logprobs_every"):
             _at_least(f"rollout.{key}", getattr(self, key), 1)
         for key in (
+            "max_model_len",
             "max_num_batched_tokens",
             "weight_sync_timeout_s",
             "update_weights_bucket_megabytes",
@@ -228,14 +256,14 @@ class RolloutConfig:
         ):
             _at_least(f"rollout.{key}", getattr(self, key), 1)
         if self.temperature <= 0:
-            raise ValueError(f"rollout.temperature={self.temperature}: training needs a temperature above 0")
+            refuse(f"rollout.temperature={self.temperature}: training needs a temperature above 0")
         if self.top_p != 1.0 or self.top_k != -1:
-            raise ValueError(
+            refuse(
                 f"rollout.top_p={self.top_p}, rollout.top_k={self.top_k}: training samples by temperature only. Below "
                 "top_p=1 the engine renormalises over a set of tokens that the trainer does not know, so its logprobs "
                 "belong to another policy. Set rollout.top_p=1 and rollout.top_k=-1 (rollout.val_kwargs may use both)"
             )
         if not 0.0 < self.gpu_memory_utilization < 1.0:
-            raise ValueError(f"rollout.gpu_memory_utilization={self.gpu_memory_utilization}: must lie in (0, 1)")
+            refuse(f"rollout.gpu_memory_utilization={self.gpu_memory_utilization}: must lie in (0, 1)")
         _one_of("rollout.weight_sync", self.weight_sync, ("auto", "shm", "ipc", "gloo", "nccl"))
         _one_of("rollout.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
