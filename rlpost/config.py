@@ -19,6 +19,7 @@ from rlpost.rewards.config import RewardConfig
 from rlpost.rules import cross
 from rlpost.tracking.config import TrackingConfig
 from rlpost.trainer.config import AsyncTrainerConfig, ClusterConfig, TrainerConfig
+from rlpost.verl_keys import from_verl
 from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, RefConfig, RolloutConfig
 
 PACKAGE = Path(__file__).parent
@@ -40,7 +41,7 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    seed: int = 1
+    seed: int = 1  # of everything that is random
     cache_dir: str = "~/.cache/rlpost"  # made checkpoints
 
     def __post_init__(self) -> None:
@@ -88,29 +89,28 @@ def to_object(cfg: DictConfig) -> Config:
     Raises:
         ValueError: all that is wrong, a line each: key, value and fix.
     """
-    typed, wrong = typed_and_problems(cfg)
-    if typed is None or wrong:
-        raise ValueError("\n".join(wrong))
+    try:
+        typed, problems = typed_and_problems(cfg)
+    except (OmegaConfBaseException, AttributeError) as error:
+        raise ValueError(str(error)) from error
+    if problems:
+        raise ValueError("\n".join(problems))
     return typed
 
 
-def typed_and_problems(cfg: DictConfig) -> tuple[Config | None, list[str]]:
-    """The typed config (None where it cannot be made) and everything that is wrong with it."""
+def typed_and_problems(cfg: DictConfig) -> tuple[Config, list[str]]:
+    """The typed config, and everything that is wrong with its values.
+
+    Raises:
+        OmegaConfBaseException, AttributeError: what is not of the schema, such as `+key=...` beyond it.
+    """
     missing = sorted(OmegaConf.missing_keys(cfg))
-    wrong = [f"{key} has no value: set it on the command line ({key}=...) or in an experiment" for key in missing]
-    typed = None
     with collecting() as found:
-        try:
-            typed = OmegaConf.to_object(_filled(cfg, missing))
-        except (
-            OmegaConfBaseException,
-            AttributeError,
-            ValueError,
-        ) as error:  # AttributeError: `+key=` beyond the schema
-            if not missing:
-                found.append(str(error))
-    assert typed is None or isinstance(typed, Config)
-    return typed, list(dict.fromkeys([*wrong, *found]))
+        for key in missing:
+            refuse(f"{key} has no value: set it on the command line ({key}=...) or in an experiment")
+        typed = OmegaConf.to_object(_filled(cfg, missing))
+    assert isinstance(typed, Config)
+    return typed, list(dict.fromkeys(found))
 
 
 def _filled(cfg: DictConfig, missing: list[str]) -> DictConfig:
@@ -157,6 +157,7 @@ def choices(group: str) -> list[str]:
 def explain_compose_error(message: str) -> str:
     """Hydra's or OmegaConf's message about an unknown key or choice, followed by the nearest known ones."""
     message = message.partition("\nConfig search path")[0]
+    message = re.sub(r"\n\s*(reference|object)_type=.*", "", message)
     message = re.sub(r"\nTo append to your config use .*", "", message).strip()  # no key may be added
     choice = re.search(r"Could not find '(\w+)/([^']+)'", message)
     if choice and choice.group(1) in (*SECTIONS, "experiment"):
@@ -177,6 +178,8 @@ def explain_compose_error(message: str) -> str:
     if wrong in variant_keys:
         return f"{wrong} is a key of {variant_keys[wrong]} only: add {variant_keys[wrong]}, or leave it out"
     keys += variant_keys
+    if known := from_verl(wrong):
+        return known
     last = wrong.rpartition(".")[2]
     close = difflib.get_close_matches(wrong, keys, n=3, cutoff=0.6)
     close += [

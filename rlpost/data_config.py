@@ -39,7 +39,7 @@ class DataConfig:
     instruction: str | None = None  # appended to the question on a new line ("Put the final answer ...")
     system_prompt: str | None = None  # takes the place of a system message that the row has
     apply_chat_template: bool = True  # False: the contents of a message list are joined by newlines as plain text
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # more arguments of the chat template
     train_batch_size: int = 64  # prompts a step; a batch that passes the end of an epoch goes on with the next one
     val_batch_size: int | None = None  # prompts in flight at once in validation; null: all
     max_prompt_length: int = 512  # tokens
@@ -47,7 +47,7 @@ class DataConfig:
     filter_overlong_prompts: bool = True  # False: a longer prompt is an error
     train_max_samples: int | None = None  # first usable prompts of all files together
     val_max_samples: int | None = None  # first usable prompts of each validation set
-    shuffle: bool = True
+    shuffle: bool = True  # anew each epoch
     seed: int | None = None  # null: the run's seed
 
     def __post_init__(self) -> None:

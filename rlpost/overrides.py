@@ -17,10 +17,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlpost.config import CONFIG_DIR, SECTIONS, Config, explain_compose_error, typed_and_problems
 from rlpost.rules.reads import unread, value_at
+from rlpost.verl_keys import from_verl
 
 logger = logging.getLogger(__name__)
 
 GROUPS = (*SECTIONS, "experiment")
+MISFIT = (HydraException, OmegaConfBaseException, AttributeError)  # AttributeError: `+key=...` beyond the schema
 
 
 @dataclass(slots=True)
@@ -55,19 +57,25 @@ def check_overrides(overrides: list[str]) -> str | None:
     dead: list[dict[str, str]] = []
     for trial in trials:
         try:
-            cfg, runtime = compose(trial)
-        except (HydraException, OmegaConfBaseException) as error:
-            return "\n".join(_each_alone(trial, error))
-        typed, problems = typed_and_problems(cfg)
-        if typed is not None:
-            verdict = judge(typed, runtime, trial)
-            dead.append(verdict.unread)
-            problems += verdict.problems
-        if len(trials) == 1 and dead:
-            problems += dead[0].values()
+            problems, unread = _look(trial)
+        except MISFIT as error:
+            fitting, misfits = _without_misfits(trial, error)
+            if not fitting:
+                return "\n".join(misfits)
+            problems, unread = _look(fitting)
+            problems = misfits + problems
         if problems:
-            return "\n".join(map(explain_compose_error, problems))
+            return "\n".join([*problems, *(unread.values() if len(trials) == 1 else ())])
+        dead.append(unread)
     return "\n".join(text for key, text in dead[0].items() if all(key in other for other in dead)) or None
+
+
+def _look(overrides: list[str]) -> tuple[list[str], dict[str, str]]:
+    """What is wrong with one composition, and what nothing reads in it."""
+    cfg, runtime = compose(overrides)
+    typed, problems = typed_and_problems(cfg)
+    verdict = judge(typed, runtime, overrides)
+    return problems + verdict.problems, verdict.unread
 
 
 def compose(overrides: list[str]) -> tuple[DictConfig, DictConfig]:
@@ -163,19 +171,42 @@ def _choices(override: Override) -> list[str]:
     return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
 
 
-def _each_alone(overrides: list[str], error: Exception) -> list[str]:
-    """Hydra stops at the first override that does not fit; so each is tried alone on the chosen groups."""
+def fits(overrides: list[str]) -> None:
+    """Compose and convert, whatever the values are.
+
+    Raises:
+        HydraException, OmegaConfBaseException, AttributeError: an override that does not fit the schema.
+    """
+    typed_and_problems(compose(overrides)[0])
+
+
+def _without_misfits(overrides: list[str], error: Exception) -> tuple[list[str], list[str]]:
+    """Hydra stops with `error` at the first override that does not fit; so they are tried in halves on the groups.
+
+    Returns those that do fit (none where the groups themselves do not), and what is wrong with the others."""
     parsed = OverridesParser.create().parse_overrides(overrides)
-    groups = [o.input_line or "" for o in parsed if _chooses(o)]
-    messages = []
-    for attempt in [groups, *([*groups, o.input_line or ""] for o in parsed if not _chooses(o))]:
+    groups = [override.input_line or "" for override in parsed if _chooses(override)]
+    values = [override for override in parsed if not _chooses(override)]
+    try:
+        fits(groups)
+    except MISFIT as groups_error:
+        return [], [_explained(groups_error)]
+    wrong = _misfits(groups, values, error)
+    fitting = [override.input_line or "" for override in values if override not in [misfit for misfit, _ in wrong]]
+    return groups + fitting, [from_verl(misfit.key_or_group) or _explained(why) for misfit, why in wrong]
+
+
+def _misfits(groups: list[str], values: list[Override], error: Exception) -> list[tuple[Override, Exception]]:
+    """Of `values`, which fail together with `error`, those that fail alone."""
+    if len(values) == 1:
+        return [(values[0], error)]
+    found = []
+    for half in (values[: len(values) // 2], values[len(values) // 2 :]):
         try:
-            compose(attempt)
-        except (HydraException, OmegaConfBaseException) as alone:
-            messages.append(_explained(alone))
-            if attempt is groups:
-                break
-    return messages or [_explained(error)]
+            fits([*groups, *(override.input_line or "" for override in half)])
+        except MISFIT as half_error:
+            found += _misfits(groups, half, half_error)
+    return found
 
 
 def _explained(error: Exception) -> str:

@@ -35,8 +35,8 @@ AGGREGATIONS_READ: dict[str, tuple[str, ...]] = {
 class KLControlConfig:
     """Coefficient of the KL penalty in the reward: `fixed`, or `adaptive` towards `target_kl` (Ziegler et al. 2019)."""
 
-    type: str = "fixed"
-    kl_coef: float = 0.001
+    type: str = "fixed"  # fixed, or adaptive: raised while the KL is above target_kl, lowered below it
+    kl_coef: float = 0.001  # coefficient, or with adaptive its first value
     horizon: int = 10000  # in sequences
     target_kl: float = 0.1  # nats a token
 
@@ -55,7 +55,7 @@ class KLControlConfig:
 class FilterGroupsConfig:
     """DAPO's dynamic sampling: groups whose `metric` is the same for all samples are replaced by new prompts."""
 
-    enable: bool = False
+    enable: bool = False  # replace groups without a difference
     metric: str = "accuracy"  # a reward part, or "reward" for the shaped total
     max_num_gen_batches: int = 10  # budget: at most this many times train_batch_size prompts a step
     on_exhausted: str = "error"  # error: end the run; train: go on with the groups that were kept
@@ -76,9 +76,9 @@ class RolloutCorrectionConfig:
     contributes 0 and stays in the loss's denominator.
     """
 
-    rollout_is: str | None = None
+    rollout_is: str | None = None  # token, sequence or geometric: what is weighed; null: nothing
     rollout_is_threshold: float = 2.0  # upper truncation of the weight
-    rollout_rs: str | None = None
+    rollout_rs: str | None = None  # token, sequence or geometric: what is rejected; null: nothing
     rollout_rs_threshold: float = 2.0  # upper bound of the accepted ratio
     rollout_rs_threshold_lower: float | None = None  # null: 1 / rollout_rs_threshold
     rollout_token_veto_threshold: float | None = None  # a single token below this ratio rejects its sequence
@@ -109,32 +109,32 @@ class RolloutCorrectionConfig:
 class AlgoConfig:
     """The learning rule. A named algorithm is a YAML file over these keys."""
 
-    name: str = "grpo"
+    name: str = "grpo"  # label of the preset; choose by the group, algo=ppo
 
     # advantages
-    adv_estimator: str = "grpo"
-    gamma: float = 1.0
-    lam: float = 1.0
-    norm_adv_by_std_in_grpo: bool = True
+    adv_estimator: str = "grpo"  # registered name or dotted path of a function
+    gamma: float = 1.0  # discount of later rewards, a token
+    lam: float = 1.0  # GAE's decay: 1 is the whole return less the value, 0 one step
+    norm_adv_by_std_in_grpo: bool = True  # divide by the group's deviation; false is Dr.GRPO's
     whiten_advantages: bool = False  # over the batch's response tokens; REINFORCE++ does so whatever is set here
 
     # policy loss
-    loss_mode: str = "ppo_clip"
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
+    loss_mode: str = "ppo_clip"  # registered name or dotted path of a function
+    clip_ratio_low: float = 0.2  # the ratio's floor is 1 - it
+    clip_ratio_high: float = 0.2  # the ratio's ceiling is 1 + it
     clip_ratio_c: float | None = 3.0  # dual clip (Ye et al. 2020); null: off
-    sapo_tau_pos: float = 1.0
-    sapo_tau_neg: float = 1.05
-    loss_agg_mode: str = "token-mean"
+    sapo_tau_pos: float = 1.0  # temperature of SAPO's gate where the advantage is above 0
+    sapo_tau_neg: float = 1.05  # the same where it is at most 0
+    loss_agg_mode: str = "token-mean"  # from losses of tokens to the loss of a mini-batch
     loss_scale_factor: int | None = None  # Dr.GRPO's constant length in tokens; null: data.max_response_length
-    entropy_coeff: float = 0.0
+    entropy_coeff: float = 0.0  # weight of an entropy bonus
 
     # KL to the reference policy
-    use_kl_loss: bool = False
-    kl_loss_coef: float = 0.001
-    kl_loss_type: str = "k3+"
-    use_kl_in_reward: bool = False
-    kl_penalty: str = "k1"
+    use_kl_loss: bool = False  # add the KL to the reference to the loss
+    kl_loss_coef: float = 0.001  # weight of that loss
+    kl_loss_type: str = "k3+"  # k2, k1+, k3+, k3, low_var_kl or abs; + has the gradient of the reverse KL
+    use_kl_in_reward: bool = False  # subtract the KL to the reference from each token's reward
+    kl_penalty: str = "k1"  # k1, k2, k3, low_var_kl or abs
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
 
     # what is trained on

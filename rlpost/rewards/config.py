@@ -11,9 +11,9 @@ from rlpost.problems import refuse
 class RewardTermConfig:
     """One scored part of the reward: a registered name or the dotted path of a function, sync or async."""
 
-    fn: str = "???"
+    fn: str = "???"  # registered name or dotted path
     weight: float = 1.0  # 0: logged, not rewarded
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of fn, checked against its signature
     per_answer: bool | None = None  # one call an answer: a hang costs only that one; null: the term's own
 
     def __post_init__(self) -> None:
@@ -25,7 +25,7 @@ class RewardTermConfig:
 class OverlongBufferConfig:
     """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13): linear over the last `len` tokens of the limit."""
 
-    enable: bool = False
+    enable: bool = False  # punish answers near the limit
     len: int | None = None  # tokens; null: a quarter of data.max_response_length
     penalty_factor: float = 1.0  # what an answer at the limit loses
 
@@ -42,7 +42,7 @@ class RewardModelConfig:
 
     path: str | None = None  # folder or hub id; null: none is served
     max_length: int = 2048  # tokens of prompt and answer; what is longer loses its beginning
-    batch_size: int = 16
+    batch_size: int = 16  # answers a pass
     dtype: str = "auto"  # bfloat16 on GPUs, float32 on CPU
 
     def __post_init__(self) -> None:

@@ -47,12 +47,12 @@ def names(cfg: "Config") -> Iterator[str]:
 def groups(cfg: "Config") -> Iterator[str]:
     """A group is large enough for those who compare within it."""
     algo, n = cfg.algo, cfg.rollout.n
-    if algo.adv_estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline") and n < 2:
+    if algo.adv_estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline") and n == 1:
         yield (
             f"rollout.n={n} with algo.adv_estimator={algo.adv_estimator}: one sample has no baseline, every "
             "advantage would be 0. Set rollout.n to 2 or more, or algo=ppo / algo=reinforce_plus_plus"
         )
-    if algo.filter_groups.enable and n < 2:
+    if algo.filter_groups.enable and n == 1:
         yield (
             f"rollout.n={n} with algo.filter_groups.enable=true: a single sample never differs from itself, every "
             "group would be dropped. Set rollout.n to 2 or more, or algo.filter_groups.enable=false"
@@ -65,7 +65,7 @@ def groups(cfg: "Config") -> Iterator[str]:
 def batches(cfg: "Config") -> Iterator[str]:
     """Mini-batches are parts of a batch."""
     for section, role in trained(cfg):
-        if role.ppo_mini_batch_size > cfg.data.train_batch_size:
+        if role.ppo_mini_batch_size > cfg.data.train_batch_size > 0:
             yield (
                 f"{section}.ppo_mini_batch_size={role.ppo_mini_batch_size} is larger than "
                 f"data.train_batch_size={cfg.data.train_batch_size} (both count prompts): lower it or raise that"

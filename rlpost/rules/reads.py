@@ -46,10 +46,9 @@ def unread(cfg: "Config", keys: Mapping[str, Any]) -> dict[str, tuple[str, Reade
     for key, value in keys.items():
         reader = next((reader for reader in READERS if reader.matches(key) and not reader.when(cfg)), None)
         if reader is not None:
-            state = ", ".join(f"{name}={value_at(cfg, name)}" for name in reader.decided_by)
-            message = (
-                f"{key}={value} would have no effect (read by {reader.by}; here {state}): {reader.fix}, or leave it out"
-            )
+            state = ", ".join(f"{name}={written(value_at(cfg, name))}" for name in reader.decided_by)
+            message = f"{key}={written(value)} would have no effect (read by {reader.by}; here {state}): {reader.fix}"
+            message += ", or leave it out"
             found[key] = (message, reader)
     return found
 
@@ -67,6 +66,13 @@ def value_at(cfg: "Config", key: str) -> Any:
     return list(value) if isinstance(value, dict) else value
 
 
+def written(value: Any) -> str:
+    """A value as one writes it in YAML."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
 def _listed(section: str, chooser: str, table: Mapping[str, tuple[str, ...]], what: str) -> Iterator[Reader]:
     """Readers of the keys that the names of `table` read; a dotted path of the user's may read any."""
     for key in sorted({key for keys in table.values() for key in keys}):
@@ -78,7 +84,7 @@ def _listed(section: str, chooser: str, table: Mapping[str, tuple[str, ...]], wh
 
         yield Reader(
             keys=(f"{section}.{key}",),
-            by=f"the {what} {' and '.join(names)}",
+            by=f"the {what}{'s' if len(names) > 1 else ''} {', '.join(names)}",
             when=when,
             decided_by=(f"{section}.{chooser}",),
             fix=f"set {section}.{chooser}={names[0]}",
@@ -122,10 +128,10 @@ READERS: tuple[Reader, ...] = (
         decided_by="algo.adv_estimator",
         fix="choose the algorithm by its group, such as algo=ppo",
     ),
-    *_listed("algo", "adv_estimator", ESTIMATORS_READ, "advantage estimators"),
-    *_listed("algo", "loss_mode", LOSSES_READ, "policy losses"),
+    *_listed("algo", "adv_estimator", ESTIMATORS_READ, "advantage estimator"),
+    *_listed("algo", "loss_mode", LOSSES_READ, "loss"),
     *_listed("algo", "loss_agg_mode", AGGREGATIONS_READ, "aggregation"),
-    *_listed("data", "adapter", ADAPTERS_READ, "adapters"),
+    *_listed("data", "adapter", ADAPTERS_READ, "adapter"),
     _reader(
         "algo.kl_loss_coef", "algo.kl_loss_type",
         by="a KL loss",

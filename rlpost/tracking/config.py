@@ -13,8 +13,10 @@ LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
 class TrackingConfig:
     """Where metrics go. `logger` lists console, jsonl, tensorboard, wandb, mlflow, or dotted paths of own Trackers."""
 
-    logger: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
-    project_name: str = "rlpost"
+    logger: list[str] = field(  # console, jsonl, tensorboard, wandb, mlflow, or dotted paths of Trackers
+        default_factory=lambda: ["console", "jsonl", "tensorboard"]
+    )
+    project_name: str = "rlpost"  # of wandb and mlflow
     experiment_name: str | None = None  # null: the run folder's name
     wandb: dict[str, Any] = field(default_factory=dict)  # keyword arguments of wandb.init
     mlflow_uri: str | None = None  # null: <run folder>/mlflow

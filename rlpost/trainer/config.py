@@ -11,11 +11,11 @@ from rlpost.trainer.limits import Limits, OnStale
 class TrainerConfig:
     """How long, how often, where to."""
 
-    name: str = "colocated"
+    name: str = "colocated"  # choose by the group, trainer=fully_async
     total_training_steps: int | None = None  # null: total_epochs decides
-    total_epochs: int = 1
+    total_epochs: int = 1  # passes over the data; total_training_steps goes before it
     critic_warmup: int = 0  # steps in which only the critic is trained
-    val_before_train: bool = True
+    val_before_train: bool = True  # validate before the first step
     test_freq: int = -1  # steps between validations; -1: only before and after
     save_freq: int = -1  # steps between checkpoints; -1: only at the end
     max_ckpt_to_keep: int | None = 3  # null: all
@@ -113,9 +113,9 @@ class ClusterConfig:
     """Where Ray runs and how many trainer ranks there are."""
 
     address: str | None = None  # null: start Ray here; "auto" or an address joins a running cluster
-    nnodes: int = 1
+    nnodes: int = 1  # hosts
     n_gpus_per_node: int | None = None  # null: all that are visible; on CPU the number of trainer processes (default 1)
-    ray_init_kwargs: dict[str, Any] = field(default_factory=dict)
+    ray_init_kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of ray.init
     collective_timeout_s: float = 1800.0  # of the trainer's process group
 
     def __post_init__(self) -> None:

@@ -30,13 +30,13 @@ class ModelConfig:
 
     path: str = "???"  # folder, hub id, or `maker:<dotted path>` of a function(folder) that writes a checkpoint
     tokenizer_path: str | None = None  # null: as `path`
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # run code that comes with the checkpoint
     chat_template: str | None = None  # a Jinja template, overrides the tokenizer's
     attn_implementation: str = "auto"  # auto, varlen, flash_attention_2, flash_attention_3, sdpa
-    enable_gradient_checkpointing: bool = False
+    enable_gradient_checkpointing: bool = False  # compute activations twice instead of keeping them
     lora_rank: int = 0  # 0: full fine-tuning
-    lora_alpha: int = 16
-    target_modules: Any = "all-linear"
+    lora_alpha: int = 16  # the adapter's output is scaled by lora_alpha / lora_rank
+    target_modules: Any = "all-linear"  # all-linear, or a list of module names
     override_config: dict[str, Any] = field(default_factory=dict)  # fields of the model's own config
 
     def __post_init__(self) -> None:
@@ -53,12 +53,12 @@ class ModelConfig:
 class OptimConfig:
     """AdamW and its schedule; steps are optimizer updates."""
 
-    lr: float = 1e-6
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    lr_warmup_steps: int = 0
-    lr_scheduler_type: str = "constant"
+    lr: float = 1e-6  # peak learning rate
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # decay of AdamW's two moments
+    eps: float = 1e-8  # added to the root of the second moment
+    weight_decay: float = 0.01  # decoupled from the gradient
+    lr_warmup_steps: int = 0  # linear, from near 0
+    lr_scheduler_type: str = "constant"  # constant, linear or cosine, over the whole run
     min_lr_ratio: float = 0.0  # floor of linear and cosine decay, as a fraction of lr
 
     def check(self, at: str) -> None:
@@ -81,7 +81,7 @@ class FSDPConfig:
 
     param_offload: bool = False  # parameters to host memory while generating
     optimizer_offload: bool = False  # optimizer state to host memory while generating
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool = True  # free gathered weights until the backward pass: less memory, more traffic
     fsdp_size: int = -1  # ranks that shard one replica (HSDP); -1: all
 
     def check(self, at: str) -> None:
@@ -94,14 +94,14 @@ class FSDPConfig:
 class TrainRoleConfig:
     """What actor and critic share."""
 
-    strategy: str = "fsdp2"
+    strategy: str = "fsdp2"  # training engine
     ppo_mini_batch_size: int = 64  # prompts (groups) an optimizer update; the same unit as data.train_batch_size
-    ppo_epochs: int = 1
+    ppo_epochs: int = 1  # passes over a step's batch
     ppo_max_token_len_per_gpu: int = 16384  # token budget of a packed micro-batch
     shuffle: bool = False  # groups over the mini-batches of an epoch
-    grad_clip: float = 1.0
+    grad_clip: float = 1.0  # largest norm of the gradient; .inf: no clipping
     dtype: str = "auto"  # compute dtype: bfloat16 on GPUs, float32 on CPU; master weights are float32
-    ulysses_sequence_parallel_size: int = 1
+    ulysses_sequence_parallel_size: int = 1  # ranks that share a sequence
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
 
@@ -154,7 +154,7 @@ class RefConfig:
     """The frozen reference policy; with LoRA it is the actor with its adapter off."""
 
     path: str | None = None  # null: the checkpoint the actor starts from
-    param_offload: bool = False
+    param_offload: bool = False  # to host memory while it is not asked
     log_prob_max_token_len_per_gpu: int | None = None  # null: as actor.ppo_max_token_len_per_gpu
 
     def __post_init__(self) -> None:
@@ -165,10 +165,10 @@ class RefConfig:
 class SamplingConfig:
     """How validation samples."""
 
-    n: int = 1
+    n: int = 1  # answers a prompt; above 1 gives pass@k
     temperature: float = 0.0  # 0: greedy
-    top_p: float = 1.0
-    top_k: int = -1
+    top_p: float = 1.0  # sample from the likeliest tokens that make up this mass
+    top_k: int = -1  # sample from so many likeliest tokens; -1: all
 
     def __post_init__(self) -> None:
         _at_least("rollout.val_kwargs.n", self.n, 1)
@@ -188,12 +188,12 @@ class SamplingConfig:
 class AiterKernelsConfig:
     """AITER's kernels by family, each auto, on or off. auto: on, save where docs/rocm.md names a hazard."""
 
-    attention: str = "auto"
-    rmsnorm: str = "auto"
-    rope: str = "auto"
-    moe: str = "auto"
-    linear: str = "auto"
-    quantization: str = "auto"
+    attention: str = "auto"  # attention, of prompts and of decoding
+    rmsnorm: str = "auto"  # RMSNorm
+    rope: str = "auto"  # rotary position embedding
+    moe: str = "auto"  # fused mixture of experts
+    linear: str = "auto"  # matrix products
+    quantization: str = "auto"  # FP8 and FP4 products
 
     def __post_init__(self) -> None:
         for key in AITER_FAMILIES:
@@ -208,28 +208,28 @@ class AiterKernelsConfig:
 class RolloutConfig:
     """The inference engine and how it samples."""
 
-    name: str = "vllm"
-    n: int = 8
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
+    name: str = "vllm"  # engine: vllm, sglang or hf; choose by the group, rollout=vllm
+    n: int = 8  # samples a prompt: the size of a group
+    temperature: float = 1.0  # of training's samples; the trainer divides by it as well
+    top_p: float = 1.0  # 1: refused below, see docs/design.md
+    top_k: int = -1  # -1: refused otherwise
     stop_token_ids: list[int] = field(default_factory=list)  # besides the tokenizer's EOS and the model's
-    dtype: str = "auto"
-    tensor_model_parallel_size: int = 1
+    dtype: str = "auto"  # auto (bfloat16 on GPUs, float32 on CPU), float32, bfloat16 or float16
+    tensor_model_parallel_size: int = 1  # devices that share an engine
     num_replicas: int | None = None  # null: as many as the devices hold
-    gpu_memory_utilization: float = 0.5
+    gpu_memory_utilization: float = 0.5  # share of a GPU's memory for weights and cache of an engine
     max_model_len: int | None = None  # null: data.max_prompt_length + data.max_response_length
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    enforce_eager: bool = False
+    max_num_seqs: int = 256  # sequences that an engine decodes at once
+    max_num_batched_tokens: int | None = None  # tokens of one pass; null: the engine's choice
+    enforce_eager: bool = False  # no compiled graphs: starts faster, decodes more slowly
     logprobs_every: int = 1  # the engine returns logprobs of one group in so many, enough for parity; saves its time
     free_cache_engine: bool = True  # sleep while training when colocated on a GPU
     weight_sync: str = "auto"  # auto (by topology), shm, ipc, gloo, nccl
     weight_sync_timeout_s: float = 300.0  # for one bucket of weights to reach every replica
-    update_weights_bucket_megabytes: int = 256
+    update_weights_bucket_megabytes: int = 256  # weights travel in buckets of this size
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the engine, checked against what it accepts
-    startup_timeout_s: float = 600.0
-    request_timeout_s: float = 1800.0
+    startup_timeout_s: float = 600.0  # for an engine to start
+    request_timeout_s: float = 1800.0  # for one request to be answered
     workflow: str = "single_turn"  # registered name or dotted path
     num_workers: int = 1  # processes that run workflows and rewards
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
