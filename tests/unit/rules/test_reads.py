@@ -88,7 +88,9 @@ BASES = (
 def test_the_advice_of_every_rule_makes_its_keys_read():
     configs = [(base, composed(*base)) for base in BASES]
     for reader in READERS:
-        base = next((base for base, cfg in configs if not reader.when(cfg)), None)
+        of_a_choice = reader.keys[0] in keys_of_variants()  # of trainer=fully_async
+        able = [(base, cfg) for base, cfg in configs if not of_a_choice or "trainer=fully_async" in base]
+        base = next((base for base, cfg in able if not reader.when(cfg)), None)
         assert base is not None, f"nothing here leaves {reader.keys} unread"
         advice = [part for part in re.split(r" or (?=\S+=)", reader.fix.removeprefix("set ")) if "=" in part]
         if advice and reader.keys != ("algo.name",):
