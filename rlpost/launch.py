@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
@@ -71,7 +72,7 @@ def launch(execute: Execute) -> None:
         sys.exit(INTERRUPTED)
 
 
-def run(cfg: DictConfig, run_dir: Path, execute: Execute, hydra_cfg: DictConfig | None = None) -> int:
+def run(cfg: DictConfig, run_dir: Path, execute: Execute, hydra_cfg: HydraConf | None = None) -> int:
     """Run one configuration in `run_dir`; returns the exit status. `hydra_cfg` says how it was composed, if it was."""
     try:
         typed = to_object(cfg)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.conf import HydraConf, RuntimeConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, QuotedString
@@ -78,7 +79,7 @@ def _look(overrides: list[str]) -> tuple[list[str], dict[str, str]]:
     return problems + verdict.problems, verdict.unread
 
 
-def compose(overrides: list[str]) -> tuple[DictConfig, DictConfig]:
+def compose(overrides: list[str]) -> tuple[DictConfig, RuntimeConf]:
     """The composed config, and what Hydra says of how it was made (`hydra.runtime`).
 
     Raises:
@@ -95,7 +96,7 @@ def compose(overrides: list[str]) -> tuple[DictConfig, DictConfig]:
     return composed, runtime
 
 
-def check_stated(cfg: Config, hydra_cfg: DictConfig) -> None:
+def check_stated(cfg: Config, hydra_cfg: HydraConf) -> None:
     """Once more in the job itself, which may have been composed of files that `check_overrides` does not know.
 
     Raises:
@@ -111,7 +112,7 @@ def check_stated(cfg: Config, hydra_cfg: DictConfig) -> None:
         logger.info(remark)
 
 
-def judge(cfg: Config, runtime: DictConfig, overrides: list[str]) -> Verdict:
+def judge(cfg: Config, runtime: RuntimeConf, overrides: list[str]) -> Verdict:
     """Hold what `overrides` and the experiment state against what is read.
 
     An experiment is reused with other algorithms, so it may set what these do not read; but what its own values leave
