@@ -57,24 +57,24 @@ def check_overrides(overrides: list[str]) -> str | None:
     ]
     dead: list[dict[str, str]] = []
     for trial in trials:
-        try:
-            problems, unread = _look(trial)
-        except MISFIT as error:
-            fitting, misfits = _without_misfits(trial, error)
-            if not fitting:
-                return "\n".join(misfits)
-            problems, unread = _look(fitting)
-            problems = misfits + problems
+        problems, unread_here = _look(trial)
         if problems:
-            return "\n".join([*problems, *(unread.values() if len(trials) == 1 else ())])
-        dead.append(unread)
+            return "\n".join([*problems, *(unread_here.values() if len(trials) == 1 else ())])
+        dead.append(unread_here)
     return "\n".join(text for key, text in dead[0].items() if all(key in other for other in dead)) or None
 
 
 def _look(overrides: list[str]) -> tuple[list[str], dict[str, str]]:
-    """What is wrong with one composition, and what nothing reads in it."""
-    cfg, runtime = compose(overrides)
-    typed, problems = typed_and_problems(cfg)
+    """What is wrong with one composition, and what nothing reads in it; overrides that do not fit are left out."""
+    try:
+        cfg, runtime = compose(overrides)
+        typed, problems = typed_and_problems(cfg)
+    except MISFIT as error:
+        fitting, misfits = _without_misfits(overrides, error)
+        problems, unread_here = _look(fitting) if fitting else ([], {})
+        return misfits + problems, unread_here
+    except ValueError as error:  # a check that could not go on after what it found
+        return [str(error)], {}
     verdict = judge(typed, runtime, overrides)
     return problems + verdict.problems, verdict.unread
 
@@ -184,7 +184,8 @@ def fits(overrides: list[str]) -> None:
 def _without_misfits(overrides: list[str], error: Exception) -> tuple[list[str], list[str]]:
     """Hydra stops with `error` at the first override that does not fit; so they are tried in halves on the groups.
 
-    Returns those that do fit (none where the groups themselves do not), and what is wrong with the others."""
+    Returns those that do fit (none where the groups themselves do not), and what is wrong with the others.
+    """
     parsed = OverridesParser.create().parse_overrides(overrides)
     groups = [override.input_line or "" for override in parsed if _chooses(override)]
     values = [override for override in parsed if not _chooses(override)]
@@ -193,6 +194,8 @@ def _without_misfits(overrides: list[str], error: Exception) -> tuple[list[str],
     except MISFIT as groups_error:
         return [], [_explained(groups_error)]
     wrong = _misfits(groups, values, error)
+    if not wrong:  # each fits alone, but not with another
+        return [], [_explained(error)]
     fitting = [override.input_line or "" for override in values if override not in [misfit for misfit, _ in wrong]]
     return groups + fitting, [from_verl(misfit.key_or_group) or _explained(why) for misfit, why in wrong]
 

@@ -47,6 +47,10 @@ def test_a_key_that_one_job_of_a_sweep_reads_is_no_mistake():
     assert message is not None and "critic.optim.lr=1e-05 would have no effect" in message
 
 
+def test_overrides_that_fit_alone_but_not_together_are_refused_without_a_trace():
+    assert "val_files" in (check_overrides(["data.val_files=x.jsonl", "data.val_files.more=y.jsonl"]) or "")
+
+
 def test_null_and_choices_state_nothing():
     stated = stated_keys(
         ["algo=ppo", "ref.path=null", "hydra.run.dir=x", "~data.val_files.a", "+a.b={c: {d: 1}, e: '2'}"]
