@@ -1,8 +1,8 @@
-"""The root schema, its registration with Hydra, and the checks that need more than one section. No torch, no ray."""
+"""The root schema, its registration with Hydra, and what to say of a key that is not in it. No torch, no ray."""
 
+import copy
 import difflib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlpost.algos.config import AlgoConfig
 from rlpost.data_config import DataConfig
+from rlpost.problems import collecting, refuse
 from rlpost.registry import near
 from rlpost.rewards.config import RewardConfig
+from rlpost.rules import cross
 from rlpost.tracking.config import TrackingConfig
 from rlpost.trainer.config import AsyncTrainerConfig, ClusterConfig, TrainerConfig
+from rlpost.verl_keys import from_verl
 from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, RefConfig, RolloutConfig
 
 PACKAGE = Path(__file__).parent
@@ -38,13 +41,12 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    seed: int = 1
+    seed: int = 1  # of everything that is random
     cache_dir: str = "~/.cache/rlpost"  # made checkpoints
 
     def __post_init__(self) -> None:
-        problems = list(cross_checks(self))
-        if problems:
-            raise ValueError("\n".join(problems))
+        if broken := list(cross.problems(self)):
+            refuse("\n".join(broken))
 
 
 SECTIONS: dict[str, type] = {
@@ -81,87 +83,42 @@ def folder_name(text: str, max_length: int = 100) -> str:
     return re.sub(r"[^\w.,=+-]+", "_", text)[:max_length]
 
 
-def cross_checks(cfg: Config) -> Iterator[str]:
-    """One sentence for each rule between sections that is broken: keys, values and the fix."""
-    algo, actor, rollout, data = cfg.algo, cfg.actor, cfg.rollout, cfg.data
-    if algo.adv_estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline") and rollout.n < 2:
-        yield (
-            f"rollout.n={rollout.n} with algo.adv_estimator={algo.adv_estimator}: one sample has no baseline, every "
-            "advantage would be 0. Set rollout.n to 2 or more, or algo=ppo / algo=reinforce_plus_plus"
-        )
-    for section, role in (("actor", actor), ("critic", cfg.critic)):
-        if section == "critic" and not algo.needs_critic:
-            continue
-        if role.ppo_mini_batch_size > data.train_batch_size:
-            yield (
-                f"{section}.ppo_mini_batch_size={role.ppo_mini_batch_size} is larger than "
-                f"data.train_batch_size={data.train_batch_size} (both count prompts): lower it or raise that"
-            )
-        longest = data.max_prompt_length + data.max_response_length
-        if role.ppo_max_token_len_per_gpu * role.ulysses_sequence_parallel_size < longest:
-            yield (
-                f"{section}.ppo_max_token_len_per_gpu={role.ppo_max_token_len_per_gpu} x "
-                f"{section}.ulysses_sequence_parallel_size={role.ulysses_sequence_parallel_size} holds no sequence of "
-                f"data.max_prompt_length + data.max_response_length = {longest} tokens: raise it to at least that"
-            )
-    corrected = algo.rollout_correction
-    if rollout.logprobs_every > 1 and corrected.is_on:
-        yield (
-            f"rollout.logprobs_every={rollout.logprobs_every} with algo.rollout_correction: the correction needs the "
-            "engine's logprob of every token. Set rollout.logprobs_every=1"
-        )
-    if rollout.max_model_len is not None and rollout.max_model_len < data.max_prompt_length + data.max_response_length:
-        yield (
-            f"rollout.max_model_len={rollout.max_model_len} < data.max_prompt_length + data.max_response_length = "
-            f"{data.max_prompt_length + data.max_response_length}"
-        )
-    if cfg.trainer.critic_warmup and not algo.needs_critic:
-        yield f"trainer.critic_warmup={cfg.trainer.critic_warmup}: algo.adv_estimator={algo.adv_estimator} has none"
-    if algo.filter_groups.enable and algo.filter_groups.metric not in ("reward", *cfg.reward.terms):
-        known = near(algo.filter_groups.metric, ["reward", *cfg.reward.terms])
-        yield f"algo.filter_groups.metric={algo.filter_groups.metric}: no such reward term in reward.terms; {known}"
-    if isinstance(cfg.trainer, AsyncTrainerConfig):
-        yield from async_checks(cfg, cfg.trainer)
-    if not cfg.reward.terms:
-        yield "reward.terms is empty: nothing would be rewarded. Choose a preset such as reward=number, or name a term"
-    if cfg.reward.overlong_buffer.enable and (cfg.reward.overlong_buffer.len or 0) > data.max_response_length:
-        yield (
-            f"reward.overlong_buffer.len={cfg.reward.overlong_buffer.len} exceeds "
-            f"data.max_response_length={data.max_response_length}"
-        )
-
-
-def async_checks(cfg: Config, trainer: AsyncTrainerConfig) -> Iterator[str]:
-    """Rules of `trainer=fully_async`."""
-    try:
-        trainer.limits(cfg.data.train_batch_size)
-    except ValueError as error:
-        yield str(error)
-    batches, mini = trainer.require_batches, cfg.actor.ppo_mini_batch_size
-    if batches is not None and batches * mini != cfg.data.train_batch_size:
-        yield (
-            f"trainer.require_batches={batches} x actor.ppo_mini_batch_size={mini} = {batches * mini} prompts a step, "
-            f"but data.train_batch_size={cfg.data.train_batch_size}: make them equal, or leave require_batches out"
-        )
-
-
 def to_object(cfg: DictConfig) -> Config:
-    """The typed config; every section's own checks and `cross_checks` run here.
+    """The typed config; every section's own checks and the rules of `rlpost.rules.cross` run here.
 
     Raises:
-        ValueError: what is wrong, by key, with the fix.
+        ValueError: all that is wrong, a line each: key, value and fix.
+    """
+    try:
+        typed, problems = typed_and_problems(cfg)
+    except (OmegaConfBaseException, AttributeError) as error:
+        raise ValueError(str(error)) from error
+    if problems:
+        raise ValueError("\n".join(problems))
+    return typed
+
+
+def typed_and_problems(cfg: DictConfig) -> tuple[Config, list[str]]:
+    """The typed config, and everything that is wrong with its values.
+
+    Raises:
+        OmegaConfBaseException, AttributeError: what is not of the schema, such as `+key=...` beyond it.
     """
     missing = sorted(OmegaConf.missing_keys(cfg))
-    if missing:
-        raise ValueError(
-            f"{missing[0]} has no value: set it on the command line ({missing[0]}=...) or in an experiment"
-        )
-    try:
-        typed = OmegaConf.to_object(cfg)
-    except (OmegaConfBaseException, AttributeError) as error:  # AttributeError: `+key=...` beyond the schema
-        raise ValueError(str(error)) from error
+    with collecting() as found:
+        for key in missing:
+            refuse(f"{key} has no value: set it on the command line ({key}=...) or in an experiment")
+        typed = OmegaConf.to_object(_filled(cfg, missing))
     assert isinstance(typed, Config)
-    return typed
+    return typed, list(dict.fromkeys(found))
+
+
+def _filled(cfg: DictConfig, missing: list[str]) -> DictConfig:
+    """A copy with a text for each missing value, so that the rest can be checked as well."""
+    cfg = copy.deepcopy(cfg) if missing else cfg
+    for key in missing:
+        OmegaConf.update(cfg, key, "missing")
+    return cfg
 
 
 def all_keys(schema: type = Config, prefix: str = "") -> list[str]:
@@ -200,6 +157,7 @@ def choices(group: str) -> list[str]:
 def explain_compose_error(message: str) -> str:
     """Hydra's or OmegaConf's message about an unknown key or choice, followed by the nearest known ones."""
     message = message.partition("\nConfig search path")[0]
+    message = re.sub(r"\n\s*(reference|object)_type=.*", "", message)
     message = re.sub(r"\nTo append to your config use .*", "", message).strip()  # no key may be added
     choice = re.search(r"Could not find '(\w+)/([^']+)'", message)
     if choice and choice.group(1) in (*SECTIONS, "experiment"):
@@ -220,6 +178,8 @@ def explain_compose_error(message: str) -> str:
     if wrong in variant_keys:
         return f"{wrong} is a key of {variant_keys[wrong]} only: add {variant_keys[wrong]}, or leave it out"
     keys += variant_keys
+    if known := from_verl(wrong):
+        return known
     last = wrong.rpartition(".")[2]
     close = difflib.get_close_matches(wrong, keys, n=3, cutoff=0.6)
     close += [

@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.global_hydra import GlobalHydra
+from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob
-from hydra.errors import CompactHydraException, HydraException
+from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
-from rlpost.config import CONFIG_DIR, Config, explain_compose_error, register, to_object
+from rlpost.config import CONFIG_DIR, Config, register, to_object
+from rlpost.overrides import check_overrides, check_stated
 
 FAILED, CONFIG_ERROR, INTERRUPTED = 1, 2, 130
 VALUE_FLAGS = {"--cfg", "-c", "--package", "-p", "--info", "-i"}  # the next word is theirs, not an override
@@ -59,7 +57,7 @@ def launch(execute: Execute) -> None:
     @hydra.main(config_path=str(CONFIG_DIR), config_name="config", version_base="1.3")
     def job(cfg: DictConfig) -> None:
         hydra_cfg = HydraConfig.get()
-        status = run(cfg, Path(hydra_cfg.runtime.output_dir), execute)
+        status = run(cfg, Path(hydra_cfg.runtime.output_dir), execute, hydra_cfg)
         if status and hydra_cfg.mode == RunMode.MULTIRUN:  # Hydra goes on with the rest, then exits non-zero
             if status == INTERRUPTED:
                 raise KeyboardInterrupt
@@ -74,39 +72,13 @@ def launch(execute: Execute) -> None:
         sys.exit(INTERRUPTED)
 
 
-def check_overrides(overrides: list[str]) -> str | None:
-    """Compose once for every choice of every sweep; what is wrong with the first that fails, or None."""
+def run(cfg: DictConfig, run_dir: Path, execute: Execute, hydra_cfg: HydraConf | None = None) -> int:
+    """Run one configuration in `run_dir`; returns the exit status. `hydra_cfg` says how it was composed, if it was."""
     try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
-        choices = [_choices(override) for override in parsed if not isinstance(override.value(), Glob)]
-    except HydraException as error:
-        return str(error)
-    first = [of_one[0] for of_one in choices]
-    trials = [first] + [
-        [*first[:i], other, *first[i + 1 :]] for i, of_one in enumerate(choices) for other in of_one[1:]
-    ]
-    for trial in trials:
-        try:
-            with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-                to_object(hydra.compose("config", trial))
-        except (HydraException, OmegaConfBaseException, ValueError) as error:
-            cause = f": {error.__cause__}" if "Error merging override" in str(error) else ""  # Hydra keeps it apart
-            return explain_compose_error(f"{error}{cause}")
-        finally:
-            GlobalHydra.instance().clear()
-    return None
-
-
-def _choices(override: Any) -> list[str]:
-    if not override.is_sweep_override():
-        return [override.input_line]
-    return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-
-
-def run(cfg: DictConfig, run_dir: Path, execute: Execute) -> int:
-    """Run one configuration in `run_dir`; returns the exit status."""
-    try:
-        summary = execute(to_object(cfg), run_dir)
+        typed = to_object(cfg)
+        if hydra_cfg is not None:
+            check_stated(typed, hydra_cfg)
+        summary = execute(typed, run_dir)
     except (
         ValueError
     ) as error:  # a mistake in the config, as a rule: its message says all, the trace is kept to be sure

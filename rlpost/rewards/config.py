@@ -4,34 +4,36 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlpost.problems import refuse
+
 
 @dataclass(slots=True, kw_only=True)
 class RewardTermConfig:
     """One scored part of the reward: a registered name or the dotted path of a function, sync or async."""
 
-    fn: str = "???"
+    fn: str = "???"  # registered name or dotted path
     weight: float = 1.0  # 0: logged, not rewarded
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of fn, checked against its signature
     per_answer: bool | None = None  # one call an answer: a hang costs only that one; null: the term's own
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight):
-            raise ValueError(f"reward.terms.*.weight={self.weight}: must be finite")
+            refuse(f"reward.terms.*.weight={self.weight}: must be finite")
 
 
 @dataclass(slots=True, kw_only=True)
 class OverlongBufferConfig:
     """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13): linear over the last `len` tokens of the limit."""
 
-    enable: bool = False
+    enable: bool = False  # punish answers near the limit
     len: int | None = None  # tokens; null: a quarter of data.max_response_length
     penalty_factor: float = 1.0  # what an answer at the limit loses
 
     def __post_init__(self) -> None:
         if self.len is not None and self.len < 1:
-            raise ValueError(f"reward.overlong_buffer.len={self.len}: must be >= 1, or null for a quarter of the limit")
+            refuse(f"reward.overlong_buffer.len={self.len}: must be >= 1, or null for a quarter of the limit")
         if self.penalty_factor < 0:
-            raise ValueError(f"reward.overlong_buffer.penalty_factor={self.penalty_factor}: must be >= 0 (a deduction)")
+            refuse(f"reward.overlong_buffer.penalty_factor={self.penalty_factor}: must be >= 0 (a deduction)")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,15 +42,15 @@ class RewardModelConfig:
 
     path: str | None = None  # folder or hub id; null: none is served
     max_length: int = 2048  # tokens of prompt and answer; what is longer loses its beginning
-    batch_size: int = 16
+    batch_size: int = 16  # answers a pass
     dtype: str = "auto"  # bfloat16 on GPUs, float32 on CPU
 
     def __post_init__(self) -> None:
         for key in ("max_length", "batch_size"):
             if getattr(self, key) < 1:
-                raise ValueError(f"reward.reward_model.{key}={getattr(self, key)}: must be >= 1")
+                refuse(f"reward.reward_model.{key}={getattr(self, key)}: must be >= 1")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise ValueError(f"reward.reward_model.dtype={self.dtype}: expected auto, float32, bfloat16 or float16")
+            refuse(f"reward.reward_model.dtype={self.dtype}: expected auto, float32, bfloat16 or float16")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,11 +66,11 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         if self.timeout_s <= 0:
-            raise ValueError(f"reward.timeout_s={self.timeout_s}: must be > 0")
+            refuse(f"reward.timeout_s={self.timeout_s}: must be > 0")
         if self.num_processes < 1:
-            raise ValueError(f"reward.num_processes={self.num_processes}: must be >= 1")
+            refuse(f"reward.num_processes={self.num_processes}: must be >= 1")
         if not 0 <= self.max_error_rate <= 1:
-            raise ValueError(f"reward.max_error_rate={self.max_error_rate}: must lie in [0, 1]")
+            refuse(f"reward.max_error_rate={self.max_error_rate}: must lie in [0, 1]")
         for name in self.terms:
             if "/" in name or name == "overlong":
-                raise ValueError(f"reward.terms.{name}: a term may not be called 'overlong' or contain '/'; rename it")
+                refuse(f"reward.terms.{name}: a term may not be called 'overlong' or contain '/'; rename it")

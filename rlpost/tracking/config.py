@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlpost.problems import refuse
 from rlpost.registry import near
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
@@ -12,15 +13,17 @@ LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
 class TrackingConfig:
     """Where metrics go. `logger` lists console, jsonl, tensorboard, wandb, mlflow, or dotted paths of own Trackers."""
 
-    logger: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
-    project_name: str = "rlpost"
+    logger: list[str] = field(  # console, jsonl, tensorboard, wandb, mlflow, or dotted paths of Trackers
+        default_factory=lambda: ["console", "jsonl", "tensorboard"]
+    )
+    project_name: str = "rlpost"  # of wandb and mlflow
     experiment_name: str | None = None  # null: the run folder's name
     wandb: dict[str, Any] = field(default_factory=dict)  # keyword arguments of wandb.init
     mlflow_uri: str | None = None  # null: <run folder>/mlflow
 
     def __post_init__(self) -> None:
-        for name in self.logger:
+        for name in dict.fromkeys(self.logger):
             if name not in LOGGERS and "." not in name:
-                raise ValueError(f"tracking.logger: no such tracker '{name}'; {near(name, LOGGERS)}")
+                refuse(f"tracking.logger: no such tracker '{name}'; {near(name, LOGGERS)}")
             if self.logger.count(name) > 1:
-                raise ValueError(f"tracking.logger={self.logger}: '{name}' is listed twice")
+                refuse(f"tracking.logger={self.logger}: '{name}' is listed twice")

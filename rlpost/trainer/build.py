@@ -84,6 +84,8 @@ def prepare(cfg: Config) -> Facts:
     ENGINES.get(cfg.rollout.name, "rollout.name")
     require_installed(cfg.rollout.name)
     get_workflow(cfg.rollout.workflow)
+    if platform().kind != "cpu":
+        pools(cfg).check_engines(cfg.rollout.tensor_model_parallel_size, cfg.rollout.num_replicas)
     if isinstance(cfg.trainer, AsyncTrainerConfig):
         check_callables(cfg.trainer)
     cache, judge = Path(cfg.cache_dir).expanduser(), cfg.reward.reward_model

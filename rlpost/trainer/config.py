@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlpost.problems import refuse
 from rlpost.trainer.limits import Limits, OnStale
 
 
@@ -10,11 +11,11 @@ from rlpost.trainer.limits import Limits, OnStale
 class TrainerConfig:
     """How long, how often, where to."""
 
-    name: str = "colocated"
+    name: str = "colocated"  # choose by the group, trainer=fully_async
     total_training_steps: int | None = None  # null: total_epochs decides
-    total_epochs: int = 1
+    total_epochs: int = 1  # passes over the data; total_training_steps goes before it
     critic_warmup: int = 0  # steps in which only the critic is trained
-    val_before_train: bool = True
+    val_before_train: bool = True  # validate before the first step
     test_freq: int = -1  # steps between validations; -1: only before and after
     save_freq: int = -1  # steps between checkpoints; -1: only at the end
     max_ckpt_to_keep: int | None = 3  # null: all
@@ -29,14 +30,25 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         if self.name != self._name():
-            raise ValueError(f"trainer.name={self.name}: choose with trainer={self.name}, not by its name")
+            refuse(f"trainer.name={self.name}: choose with trainer={self.name}, not by its name")
         least_1 = ("total_training_steps", "total_epochs", "max_ckpt_to_keep", "parity_probe_size", "parity_probe_freq")
         for key in least_1:
             _at_least("trainer", key, getattr(self, key), 1)
         for key in ("critic_warmup", "log_val_generations"):
             _at_least("trainer", key, getattr(self, key), 0)
         if self.logprob_diff_limit is not None and not self.logprob_diff_limit > 0:
-            raise ValueError(f"trainer.logprob_diff_limit={self.logprob_diff_limit}: must be > 0 nats, or null")
+            refuse(f"trainer.logprob_diff_limit={self.logprob_diff_limit}: must be > 0 nats, or null")
+
+        for key in ("test_freq", "save_freq"):
+            if getattr(self, key) != -1:
+                _at_least("trainer", key, getattr(self, key), 1)
+        for step in self.profile_steps:
+            last = self.total_training_steps
+            if step < 1 or (last is not None and step > last):
+                refuse(
+                    f"trainer.profile_steps={self.profile_steps}: step {step} never comes, steps count from 1 to "
+                    f"trainer.total_training_steps={last}"
+                )
 
     @staticmethod
     def _name() -> str:
@@ -74,7 +86,7 @@ class AsyncTrainerConfig(TrainerConfig):
             _at_least("trainer", key, getattr(self, key), 0)
         for key, allowed in (("on_stale", ("wait", "drop", "abort")), ("on_workflow_error", ("stop", "skip"))):
             if getattr(self, key) not in allowed:
-                raise ValueError(f"trainer.{key}={getattr(self, key)}: expected one of {', '.join(allowed)}")
+                refuse(f"trainer.{key}={getattr(self, key)}: expected one of {', '.join(allowed)}")
 
     def limits(self, groups_per_step: int) -> Limits:
         """What bounds the groups in flight.
@@ -101,9 +113,9 @@ class ClusterConfig:
     """Where Ray runs and how many trainer ranks there are."""
 
     address: str | None = None  # null: start Ray here; "auto" or an address joins a running cluster
-    nnodes: int = 1
+    nnodes: int = 1  # hosts
     n_gpus_per_node: int | None = None  # null: all that are visible; on CPU the number of trainer processes (default 1)
-    ray_init_kwargs: dict[str, Any] = field(default_factory=dict)
+    ray_init_kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of ray.init
     collective_timeout_s: float = 1800.0  # of the trainer's process group
 
     def __post_init__(self) -> None:
@@ -112,5 +124,5 @@ class ClusterConfig:
 
 
 def _at_least(section: str, key: str, value: float | None, least: int) -> None:
-    if value is not None and value < least:
-        raise ValueError(f"{section}.{key}={value}: must be >= {least}")
+    if value is not None and not value >= least:  # also where it is not a number
+        refuse(f"{section}.{key}={value}: must be >= {least}")

@@ -62,6 +62,23 @@ class Pools:
             )
         return Pools(train, rollout, False, asked)
 
+    def check_engines(self, tensor_parallel: int, num_replicas: int | None) -> None:
+        """Hold the engines against the GPUs of rollout; not on CPU, where processes share the host.
+
+        Raises:
+            ValueError: a tensor-parallel size that does not divide them, or replicas that do not fill them.
+        """
+        if self.rollout % tensor_parallel:
+            raise ValueError(
+                f"rollout.tensor_model_parallel_size={tensor_parallel} does not divide the {self.rollout} GPUs "
+                f"of rollout ({self.asked})"
+            )
+        if num_replicas is not None and num_replicas * tensor_parallel != self.rollout:
+            raise ValueError(
+                f"rollout.num_replicas={num_replicas} x rollout.tensor_model_parallel_size={tensor_parallel} must "
+                f"make the {self.rollout} GPUs of rollout ({self.asked})"
+            )
+
 
 @dataclass(slots=True)
 class Placement:
@@ -94,16 +111,7 @@ class Placement:
         if here.kind == "cpu":
             replicas = num_replicas or (1 if pools.shared else pools.rollout)
             return Placement(pools.train, replicas, tensor_parallel, here, 0 if pools.shared else pools.train)
-        if pools.rollout % tensor_parallel:
-            raise ValueError(
-                f"rollout.tensor_model_parallel_size={tensor_parallel} does not divide the {pools.rollout} GPUs "
-                f"of rollout ({pools.asked})"
-            )
-        if num_replicas is not None and num_replicas * tensor_parallel != pools.rollout:
-            raise ValueError(
-                f"rollout.num_replicas={num_replicas} x rollout.tensor_model_parallel_size={tensor_parallel} must "
-                f"make the {pools.rollout} GPUs of rollout ({pools.asked})"
-            )
+        pools.check_engines(tensor_parallel, num_replicas)
         available = int(ray.cluster_resources().get("GPU", 0))
         if available < pools.total:
             raise ValueError(f"{pools.asked} asks for {pools.total} GPUs, Ray has {available}")

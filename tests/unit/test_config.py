@@ -15,6 +15,7 @@ GROUPS = {g: sorted(p.stem for p in (CONFIG_DIR / g).glob("*.yaml")) for g in [*
 NEEDS = {
     "model=hf": ["model.path=m"],
     "data=files": ["data.train_files=t.jsonl"],
+    "reward=model": ["reward.reward_model.path=m"],
 }  # choices that leave a key to the user
 
 

@@ -1,0 +1,218 @@
+"""What the user said, as against what the config comes to: the command line, sweeps and the experiment file."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.conf import HydraConf, RuntimeConf
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override, QuotedString
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from rlpost.config import CONFIG_DIR, SECTIONS, Config, explain_compose_error, typed_and_problems
+from rlpost.rules.reads import unread, value_at
+from rlpost.verl_keys import from_verl
+
+logger = logging.getLogger(__name__)
+
+GROUPS = (*SECTIONS, "experiment")
+MISFIT = (HydraException, OmegaConfBaseException, AttributeError)  # AttributeError: `+key=...` beyond the schema
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What is to be said of what the user stated.
+
+    Attributes:
+        unread: what the command line sets and nothing reads: key -> message.
+        problems: where an experiment contradicts itself.
+        remarks: what an experiment sets for components that were not selected; no mistake.
+    """
+
+    unread: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+
+def check_overrides(overrides: list[str]) -> str | None:
+    """Compose once for every choice of every sweep; all that is wrong with the first that fails, or None.
+
+    A key counts as unread when no job of the sweep reads it: `algo=ppo,grpo critic.optim.lr=1e-5` is fine.
+    """
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+    except HydraException as error:
+        return str(error)
+    choices = [_choices(override) for override in parsed if not isinstance(override.value(), Glob)]
+    first = [of_one[0] for of_one in choices]
+    trials = [first] + [
+        [*first[:i], other, *first[i + 1 :]] for i, of_one in enumerate(choices) for other in of_one[1:]
+    ]
+    dead: list[dict[str, str]] = []
+    for trial in trials:
+        problems, unread_here = _look(trial)
+        if problems:
+            return "\n".join([*problems, *(unread_here.values() if len(trials) == 1 else ())])
+        dead.append(unread_here)
+    return "\n".join(text for key, text in dead[0].items() if all(key in other for other in dead)) or None
+
+
+def _look(overrides: list[str]) -> tuple[list[str], dict[str, str]]:
+    """What is wrong with one composition, and what nothing reads in it; overrides that do not fit are left out."""
+    try:
+        cfg, runtime = compose(overrides)
+        typed, problems = typed_and_problems(cfg)
+    except MISFIT as error:
+        fitting, misfits = _without_misfits(overrides, error)
+        problems, unread_here = _look(fitting) if fitting else ([], {})
+        return misfits + problems, unread_here
+    except ValueError as error:  # a check that could not go on after what it found
+        return [str(error)], {}
+    verdict = judge(typed, runtime, overrides)
+    return problems + verdict.problems, verdict.unread
+
+
+def compose(overrides: list[str]) -> tuple[DictConfig, RuntimeConf]:
+    """The composed config, and what Hydra says of how it was made (`hydra.runtime`).
+
+    Raises:
+        HydraException, OmegaConfBaseException: an override that does not fit.
+    """
+    try:
+        with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+            composed = hydra.compose("config", overrides, return_hydra_config=True)
+    finally:
+        GlobalHydra.instance().clear()
+    runtime = composed.hydra.runtime
+    with open_dict(composed):
+        del composed["hydra"]
+    return composed, runtime
+
+
+def check_stated(cfg: Config, hydra_cfg: HydraConf) -> None:
+    """Once more in the job itself, which may have been composed of files that `check_overrides` does not know.
+
+    Raises:
+        ValueError: what the command line sets and nothing reads, save in a sweep; or an experiment that contradicts
+            itself.
+    """
+    verdict = judge(cfg, hydra_cfg.runtime, list(hydra_cfg.overrides.task))
+    if hydra_cfg.mode != RunMode.MULTIRUN:
+        verdict.problems += verdict.unread.values()
+    if verdict.problems:
+        raise ValueError("\n".join(verdict.problems))
+    for remark in verdict.remarks:
+        logger.info(remark)
+
+
+def judge(cfg: Config, runtime: RuntimeConf, overrides: list[str]) -> Verdict:
+    """Hold what `overrides` and the experiment state against what is read.
+
+    An experiment is reused with other algorithms, so it may set what these do not read; but what its own values leave
+    unread is a mistake in it.
+    """
+    stated = stated_keys(overrides)
+    verdict = Verdict(unread={key: message for key, (message, _) in unread(cfg, stated).items()})
+    name = runtime.choices.get("experiment")
+    folders = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
+    path = next((p for f in folders if name and (p := f / "experiment" / f"{name}.yaml").is_file()), None)
+    own = {key: value for key, value in experiment_keys(path).items() if key not in stated} if path else {}
+    elsewhere: dict[str, list[str]] = {}
+    for key, (message, reader) in unread(cfg, own).items():
+        if any(decider in own and value_at(cfg, decider) == own[decider] for decider in reader.decided_by):
+            verdict.problems.append(f"experiment={name}: {message}")
+        else:
+            elsewhere.setdefault(reader.by, []).append(key)
+    for by, keys in elsewhere.items():
+        verdict.remarks.append(f"experiment={name} also sets {', '.join(keys)}, which is for {by}")
+    return verdict
+
+
+def experiment_keys(path: Path) -> dict[str, Any]:
+    """The values that an experiment file states itself, by dotted key."""
+    content = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(content, dict)
+    return dict(_leaves({str(k): v for k, v in content.items() if k in Config.__dataclass_fields__}))
+
+
+def stated_keys(overrides: list[str]) -> dict[str, Any]:
+    """The values that overrides state, by dotted key; a null states nothing, nor does the choice of a group."""
+    stated: dict[str, Any] = {}
+    for override in OverridesParser.create().parse_overrides(overrides):
+        key = override.key_or_group
+        if override.is_delete() or _chooses(override) or key.partition(".")[0] == "hydra":
+            continue
+        value = override.value()
+        stated |= dict(_leaves({key: value.text if isinstance(value, QuotedString) else value}))
+    return {key: value for key, value in stated.items() if value is not None}
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves({str(k): v for k, v in value.items()}, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _chooses(override: Override) -> bool:
+    return override.key_or_group in GROUPS or "/" in override.key_or_group
+
+
+def _choices(override: Override) -> list[str]:
+    if not override.is_sweep_override():
+        return [override.input_line or ""]
+    return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+
+
+def fits(overrides: list[str]) -> None:
+    """Compose and convert, whatever the values are.
+
+    Raises:
+        HydraException, OmegaConfBaseException, AttributeError: an override that does not fit the schema.
+    """
+    typed_and_problems(compose(overrides)[0])
+
+
+def _without_misfits(overrides: list[str], error: Exception) -> tuple[list[str], list[str]]:
+    """Hydra stops with `error` at the first override that does not fit; so they are tried in halves on the groups.
+
+    Returns those that do fit (none where the groups themselves do not), and what is wrong with the others.
+    """
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    groups = [override.input_line or "" for override in parsed if _chooses(override)]
+    values = [override for override in parsed if not _chooses(override)]
+    try:
+        fits(groups)
+    except MISFIT as groups_error:
+        return [], [_explained(groups_error)]
+    wrong = _misfits(groups, values, error)
+    if not wrong:  # each fits alone, but not with another
+        return [], [_explained(error)]
+    fitting = [override.input_line or "" for override in values if override not in [misfit for misfit, _ in wrong]]
+    return groups + fitting, [from_verl(misfit.key_or_group) or _explained(why) for misfit, why in wrong]
+
+
+def _misfits(groups: list[str], values: list[Override], error: Exception) -> list[tuple[Override, Exception]]:
+    """Of `values`, which fail together with `error`, those that fail alone."""
+    if len(values) == 1:
+        return [(values[0], error)]
+    found = []
+    for half in (values[: len(values) // 2], values[len(values) // 2 :]):
+        try:
+            fits([*groups, *(override.input_line or "" for override in half)])
+        except MISFIT as half_error:
+            found += _misfits(groups, half, half_error)
+    return found
+
+
+def _explained(error: Exception) -> str:
+    cause = f": {error.__cause__}" if "Error merging override" in str(error) else ""  # Hydra keeps it apart
+    return explain_compose_error(f"{error}{cause}")
