@@ -63,11 +63,13 @@ class Outcome:
         output: what it printed, up to the limit.
         fine: it ended by itself with exit status 0, within all limits.
         timed_out: it was ended at its time limit.
+        complaint: the last line it wrote to standard error.
     """
 
     output: bytes
     fine: bool
     timed_out: bool = False
+    complaint: str = ""
 
 
 def check(sandbox: Sandbox) -> None:
@@ -92,7 +94,7 @@ def _probe(sandbox: Sandbox) -> str:
     except SandboxError as error:
         return str(error)
     if not outcome.fine:
-        return "a trial program did not come to its end"
+        return f"a trial program did not come to its end ({outcome.complaint})"
     open_ways = sorted(set(outcome.output.decode().split()))
     return f"a trial program could reach: {', '.join(open_ways)}" if open_ways and sandbox is Sandbox.FULL else ""
 
@@ -185,8 +187,7 @@ class _Process:
         if readable and os.read(self._ready, 1):
             return
         self._end()
-        words = self._read(self.stderr, 20_000).decode(errors="replace").strip().splitlines()
-        raise SandboxError(f"it did not start ({words[-1] if words else f'not within {_STARTUP_S:g} s'})")
+        raise SandboxError(f"it did not start ({self._complaint() or f'not within {_STARTUP_S:g} s'})")
 
     def exceeds(self) -> bool:
         """Whether it has too many threads, or too much in its folder."""
@@ -196,7 +197,12 @@ class _Process:
         """How it ended, once it has."""
         output = self._read(self.stdout, self.limits.max_output_bytes)
         is_cut = len(output) >= self.limits.max_output_bytes
-        return Outcome(output=output, fine=self.process.returncode == 0 and not is_cut, timed_out=timed_out)
+        fine = self.process.returncode == 0 and not is_cut
+        return Outcome(output=output, fine=fine, timed_out=timed_out, complaint=self._complaint())
+
+    def _complaint(self) -> str:
+        lines = self._read(self.stderr, 20_000).decode(errors="replace").strip().splitlines()
+        return lines[-1][:300] if lines else ""
 
     @staticmethod
     def _read(file: IO[bytes], num_bytes: int) -> bytes:
@@ -215,7 +221,7 @@ def _watch(main: _Process, processes: list[_Process], limits: CallLimits) -> boo
     while (left := deadline - time.monotonic()) > 0:
         with contextlib.suppress(subprocess.TimeoutExpired):
             main.process.wait(min(_TICK_S, left))
-            return main.process.returncode == -signal.SIGXCPU
+            return False
         if any(process.exceeds() for process in processes):
             break
     main._end()
@@ -224,9 +230,9 @@ def _watch(main: _Process, processes: list[_Process], limits: CallLimits) -> boo
 
 def _spec(limits: CallLimits) -> dict[str, Any]:
     """What `child.py` is told about any process."""
-    paths = sysconfig.get_paths()
-    libraries = dict.fromkeys([paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"]])
-    standard = [path for path in sys.path if path.startswith((sys.base_prefix, sys.base_exec_prefix))]
+    known = sysconfig.get_paths()
+    standard = [known["stdlib"], os.path.join(known["stdlib"], "lib-dynload")]
+    path = list(dict.fromkeys([*standard, known["purelib"], known["platlib"]]))
     prefixes = (os.path.join(sys.base_prefix, "lib"), os.path.join(sys.base_exec_prefix, "lib"))
     return {
         "parent": os.getpid(),
@@ -235,8 +241,8 @@ def _spec(limits: CallLimits) -> dict[str, Any]:
         "cpu_s": math.ceil(limits.timeout_s) + 1,
         "max_output_bytes": limits.max_output_bytes,
         "max_files": _MAX_OPEN,
-        "path": list(dict.fromkeys([*standard, paths["purelib"], paths["platlib"]])),
-        "readable": list(dict.fromkeys([*libraries, *standard, *prefixes, *_SYSTEM, *_DEVICES])),
+        "path": path,
+        "readable": list(dict.fromkeys([*path, *prefixes, *_SYSTEM, *_DEVICES])),
     }
 
 
