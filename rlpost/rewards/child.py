@@ -1,7 +1,9 @@
 """What a process of the pool runs: functions by dotted path, one call after the other, in its main thread."""
 
+import contextlib
 import faulthandler
 import importlib
+import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,7 +45,10 @@ def serve(fd: int) -> None:
             continue
         faulthandler.dump_traceback_later(call.timeout_s + _GRACE_S, exit=True)
         try:
-            connection.send((None, _answer(call)))
+            result = _answer(call)
+            with contextlib.suppress(ValueError):  # the function closed it
+                sys.stdout.flush()  # what was printed belongs to this call
+            connection.send((None, result))
         except BaseException as error:  # the edge of the process: whatever the user's code raises is reported
             connection.send((_kind(error), _describe(error)))
         faulthandler.cancel_dump_traceback_later()
