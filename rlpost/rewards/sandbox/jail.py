@@ -3,9 +3,9 @@
 import contextlib
 import functools
 import json
+import logging
 import math
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -14,10 +14,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any
 
 from rlpost.rewards.limits import CallLimits, ErrorKind, Sandbox
+
+logger = logging.getLogger(__name__)
 
 _ROOT = str(Path(__file__).parents[3])
 _START = f"import sys; sys.path.insert(0, {_ROOT!r}); from rlpost.rewards.sandbox.child import main; main()"
@@ -85,6 +88,8 @@ def check(sandbox: Sandbox) -> None:
             "reward.sandbox=limits runs the code with limits of time, memory and output alone: it can then read your "
             "files, use the network and start processes"
         )
+    if sandbox is Sandbox.LIMITS:
+        logger.warning("reward.sandbox=limits: the model's code can read your files, use the network, start processes")
 
 
 @functools.cache
@@ -183,8 +188,7 @@ class _Process:
 
     def wait_ready(self) -> None:
         """Until it has shut itself in; only then it looks at the code."""
-        readable, _, _ = select.select([self._ready], [], [], _STARTUP_S)
-        if readable and os.read(self._ready, 1):
+        if wait([self._ready], _STARTUP_S) and os.read(self._ready, 1):
             return
         self._end()
         raise SandboxError(f"it did not start ({self._complaint() or f'not within {_STARTUP_S:g} s'})")

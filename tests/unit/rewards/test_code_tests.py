@@ -19,6 +19,8 @@ MISSING = jail._probe(Sandbox.FULL)
 SANDBOX = Sandbox.LIMITS if MISSING else Sandbox.FULL  # what is judged outside of the program holds in both
 LIMITS = CallLimits(timeout_s=20.0, memory_bytes=512 * MIB, max_output_bytes=MIB, sandbox=SANDBOX)
 ADD = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
+CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(3, 4) == 7\ncheck(f)"
+METHOD = "class Solution:\n    def f(self, a: List[int]): return tuple(a)"
 PLUS = ["assert f(1, 2) == 3", "assert f(3, 4) == 7"]
 
 
@@ -101,9 +103,9 @@ def test_ground_truth_without_tests_is_an_error(truth: Any, message: str) -> Non
         ("print(sum(map(int, input().split())))", ADD),
         ("def f(a, b): return a + b", PLUS),
         ("def f(a, b): return a + b", {"inputs": [[1, 2]], "outputs": [3], "fn_name": "f"}),
-        ("class Solution:\n    def f(self, a: List[int]): return tuple(a)", {"inputs": ["[1, 2]"], "outputs": ["[1, 2]"], "fn_name": "f"}),
+        (METHOD, {"inputs": ["[1, 2]"], "outputs": ["[1, 2]"], "fn_name": "f"}),
         ("def f(x): return {1: x / 3}", {"inputs": [[1]], "outputs": [{"1": 0.33333333}], "fn_name": "f"}),
-        ("def f(a, b): return a + b", {"functional": "def check(candidate):\n    assert candidate(1, 2) == 3\ncheck(f)"}),
+        ("def f(a, b): return a + b", {"functional": CHECK}),
         ("def f(x): raise KeyError(x)", "try:\n    f(1)\nexcept KeyError:\n    pass\nelse:\n    raise AssertionError"),
         ("def f(n):\n    yield from range(n)", "assert list(f(3)) == [0, 1, 2] and {1} == {1}"),
         ("def f(x): return {(1, b'x'): {2, 3}, 'z': 1j, None: frozenset()}", "assert f(1)[1, b'x'] == {2, 3}"),
@@ -114,7 +116,8 @@ def test_ground_truth_without_tests_is_an_error(truth: Any, message: str) -> Non
         ),
         (
             "def f(a, b): return a + b",
-            "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(1, 2), 3)\nunittest.main()",
+            "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(1, 2), 3)\n"
+            "unittest.main()",
         ),
         ("import numpy\ndef f(n): return numpy.arange(n)", "assert f(3) == [0, 1, 2]"),
     ],
@@ -233,7 +236,7 @@ CHECKS: dict[str, Any] = {
     "asserts": PLUS,
     "all in a loop": "assert all(map(lambda case: f(*case[0]) == case[1], [((1, 2), 3), ((3, 4), 7)]))",
     "call": {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "f"},
-    "check": {"functional": "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(3, 4) == 7\ncheck(f)"},
+    "check": {"functional": CHECK},
     "dialogue": ADD,
 }  # fmt: skip
 

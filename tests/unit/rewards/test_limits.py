@@ -10,8 +10,10 @@ import pytest
 
 from rlpost.batch import Prompt
 from rlpost.rewards.base import Answer, Reward, RewardError
+from rlpost.rewards.child import _kind
 from rlpost.rewards.config import RewardConfig, RewardTermConfig
 from rlpost.rewards.limits import ErrorKind, Sandbox
+from rlpost.rewards.sandbox.jail import SandboxError
 from rlpost.rewards.scorer import RewardScorer
 
 FUNCTIONS = '''
@@ -135,6 +137,13 @@ def test_memory_that_a_process_holds_already_is_not_the_calls() -> None:
 def test_error_keeps_its_kind_between_processes() -> None:
     error = pickle.loads(pickle.dumps(RewardError("why", ErrorKind.CRASH)))
     assert (str(error), error.kind) == ("why", ErrorKind.CRASH)
+
+
+def test_sandbox_that_fails_is_a_kind_of_its_own() -> None:
+    """A function cannot name its kind in any other way."""
+    odd = ValueError("x")
+    odd.kind = "odd"  # type: ignore[attr-defined]
+    assert [_kind(SandboxError("x")), _kind(odd)] == [ErrorKind.SANDBOX, ErrorKind.EXCEPTION]
 
 
 def test_limits_of_the_config_reach_the_call() -> None:

@@ -277,7 +277,9 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_limits_alone_are_told_apart_from_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_alone_are_told_apart_from_the_sandbox(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The trial program finds its way out where there is nothing but limits, and `full` is then refused."""
     open_host = jail.run_script(jail._PROBE, b"", CallLimits(timeout_s=10.0, sandbox=Sandbox.LIMITS))
     assert {"files", "processes"} <= set(open_host.output.decode().split())
@@ -287,6 +289,7 @@ def test_limits_alone_are_told_apart_from_the_sandbox(monkeypatch: pytest.Monkey
         with pytest.raises(ValueError, match="reward.sandbox=full: .*a trial program could reach: files.*=limits runs"):
             jail.check(Sandbox.FULL)
         jail.check(Sandbox.LIMITS)
+        assert "can read your files" in caplog.text
     finally:
         jail._probe.cache_clear()
 

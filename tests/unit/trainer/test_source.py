@@ -68,8 +68,8 @@ def test_warning_above_the_error_rate_says_which_kinds_and_shows_one(caplog):
     warn_of_errors(groups, 0.01)  # 2 of 200: not above
     assert caplog.text == ""
     warn_of_errors(groups[:-1], 0.01)
-    assert "2 of 198 answers could not be scored, above reward.max_error_rate=0.01 (crash: 1, timeout: 1)" in caplog.text
-    assert "for example: out of order" in caplog.text
+    assert "2 of 198 answers could not be scored, above reward.max_error_rate=0.01" in caplog.text
+    assert "(crash: 1, timeout: 1); for example: out of order" in caplog.text
 
 
 def test_answers_left_out_with_their_group_are_counted_apart():
