@@ -44,7 +44,7 @@ arguments, expected = json.loads({arguments!r}), json.loads({expected!r})
 try:
     function = Solution().{name}
 except NameError:
-    function = {name}
+    function = __solution__({name!r})
 result = function(*arguments)
 assert same(result, expected), f"{{result!r}} instead of {{expected!r}}"[:300]
 """

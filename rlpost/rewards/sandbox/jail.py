@@ -121,7 +121,7 @@ def run_tests(source: str, tests: str, limits: CallLimits) -> Outcome:
 
     Raises:
         SandboxError: they were not started.
-        ValueError: the tests pass something to the code that cannot travel between processes.
+        ValueError: the tests pass something to the code that cannot travel between processes, or do not use it.
     """
     with contextlib.ExitStack() as stack:
         (read_request, write_request), (read_reply, write_reply) = os.pipe(), os.pipe()

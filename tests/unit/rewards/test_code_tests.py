@@ -119,6 +119,7 @@ def test_ground_truth_without_tests_is_an_error(truth: Any, message: str) -> Non
             "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(1, 2), 3)\n"
             "unittest.main()",
         ),
+        ("def pow(a): return a", {"inputs": [[5]], "outputs": [5], "fn_name": "pow"}),
         ("import numpy\ndef f(n): return numpy.arange(n)", "assert f(3) == [0, 1, 2]"),
     ],
 )  # fmt: skip
@@ -270,6 +271,12 @@ def test_expected_values_are_not_within_reach_of_the_program() -> None:
 def test_test_that_cannot_be_split_from_the_program_is_an_error() -> None:
     with pytest.raises(ValueError, match="a test passes a function to the code: only plain values travel"):
         score("def f(g): return g(1)", ["def g(x): return x\nassert f(g) == 1"])
+
+
+def test_test_that_does_not_test_the_program_is_an_error() -> None:
+    """A function called like a builtin is the builtin for statements, which any answer would pass."""
+    with pytest.raises(ValueError, match="a test uses nothing that the code defines: 'assert sum"):
+        score("def sum(x): return 9", ["assert sum([1, 2]) == 3"])
 
 
 def test_code_term_runs_in_the_pool_and_is_refused_without_its_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
