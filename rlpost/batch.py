@@ -50,6 +50,7 @@ class Trajectory:
         sample_id: index within its group, 0..n-1.
         reward_parts: named scalar parts of the reward, unweighted, for the log (`accuracy`, `format`, ...).
         error: why scoring failed, when `status` is REWARD_ERROR.
+        error_kind: a `rewards.limits.ErrorKind`, for the count of that kind.
         extras: bulk that travels with the sequence (images, routed experts) as object references.
     """
 
@@ -62,6 +63,7 @@ class Trajectory:
     sample_id: int = 0
     reward_parts: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+    error_kind: str | None = None
     extras: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

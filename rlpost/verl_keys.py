@@ -106,6 +106,7 @@ ROWS: tuple[Row, ...] = (
     Row("reward", "reward", "custom_reward_function.path=terms custom_reward_function.name=terms",
         "`reward.terms.accuracy.fn=package.module.function`, as above"),
     Row("reward", "reward", "num_workers=num_processes", "for each of `rollout.num_workers`"),
+    Row("reward", None, "sandbox_fusion.url", "`reward=code`: a sandbox on this host, see docs/rewards.md"),
     Row("reward", "reward", "reward_model.path", "with `reward=model`"),
     Row("reward", "reward", "reward_kwargs.overlong_buffer_cfg.enable=overlong_buffer.enable "
         "reward_kwargs.overlong_buffer_cfg.len=overlong_buffer.len "

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from rlpost.batch import Prompt
 from rlpost.registry import Registry
+from rlpost.rewards.limits import ErrorKind
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,7 +26,14 @@ class Reward:
 
 
 class RewardError(Exception):
-    """Scoring failed (exception, time-out, crash, non-finite value): the trajectory is masked and counted."""
+    """Scoring failed: the trajectory is masked, and counted under its kind."""
+
+    def __init__(self, message: str, kind: ErrorKind = ErrorKind.EXCEPTION):
+        super().__init__(message, kind)  # both are arguments, or it would lose its kind when pickled
+        self.kind = kind
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 # Sees the whole group; sync or async; returns one `Reward` (or a float) an answer. `kwargs` come from the config; a
@@ -43,25 +51,33 @@ class RewardTerm:
             suits only functions whose time is linear in the text.
         per_answer: one call an answer, so that a hang or crash costs only that one; the function still gets a sequence.
         imports: optional packages that it needs, imported in the process before the first call.
+        sandboxed: it runs the model's code, and is refused where the sandbox that `reward.sandbox` names does not work.
     """
 
     fn: RewardFn
     isolated: bool = True
     per_answer: bool = False
     imports: tuple[str, ...] = ()
+    sandboxed: bool = False
 
 
-_MODULES = ("match", "math_answer", "model", "reasoning_gym", "shaping", "verl")
+_MODULES = ("code_tests", "match", "math_answer", "model", "reasoning_gym", "shaping", "verl")
 REWARDS: Registry[RewardTerm] = Registry("reward term", modules=[f"rlpost.rewards.{name}" for name in _MODULES])
 
 
 def register_reward(
-    name: str, *, isolated: bool = True, per_answer: bool = False, imports: tuple[str, ...] = ()
+    name: str,
+    *,
+    isolated: bool = True,
+    per_answer: bool = False,
+    imports: tuple[str, ...] = (),
+    sandboxed: bool = False,
 ) -> Callable[[RewardFn], RewardFn]:
     """Decorator: file a reward function under `name`; see `RewardTerm` for the options."""
 
     def add(fn: RewardFn) -> RewardFn:
-        REWARDS.register(name)(RewardTerm(fn=fn, isolated=isolated, per_answer=per_answer, imports=imports))
+        term = RewardTerm(fn=fn, isolated=isolated, per_answer=per_answer, imports=imports, sandboxed=sandboxed)
+        REWARDS.register(name)(term)
         return fn
 
     return add

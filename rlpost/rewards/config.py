@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from rlpost.problems import refuse
+from rlpost.rewards.limits import MIB, CallLimits, Sandbox
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +55,14 @@ class RewardModelConfig:
             refuse(f"reward.reward_model.dtype={self.dtype}: expected auto, float32, bfloat16 or float16")
 
 
+class OnError(StrEnum):
+    """What becomes of an answer that could not be scored."""
+
+    MASK = "mask"  # it trains nothing, the others of its group do
+    DROP_GROUP = "drop_group"  # none of its group does
+    STOP = "stop"  # the run ends
+
+
 @dataclass(slots=True, kw_only=True)
 class RewardConfig:
     """What is scored, in which processes, and what a failure means."""
@@ -62,15 +72,36 @@ class RewardConfig:
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     num_processes: int = 1  # killable processes for each rollout worker, for terms that need them
     timeout_s: float = 10.0  # for one call of one term
-    max_error_rate: float = 0.5  # above this share of failed scores in a step the run stops
+    memory_limit_mb: int | None = 4096  # MiB that a call may allocate in its process; null: no limit
+    max_output_mb: int = 16  # MiB that a call may print, and that its result may take
+    sandbox: str = "full"  # for terms that run the model's code: full, or limits (no isolation)
+    on_error: str = "mask"  # what becomes of an answer whose score failed: mask, drop_group or stop
+    max_error_rate: float = 0.01  # above this share of failed scores in a step a warning says what failed
+    stop_error_rate: float = 0.5  # above this share the run stops
 
     def __post_init__(self) -> None:
         if self.timeout_s <= 0:
             refuse(f"reward.timeout_s={self.timeout_s}: must be > 0")
         if self.num_processes < 1:
             refuse(f"reward.num_processes={self.num_processes}: must be >= 1")
-        if not 0 <= self.max_error_rate <= 1:
-            refuse(f"reward.max_error_rate={self.max_error_rate}: must lie in [0, 1]")
+        for key in ("memory_limit_mb", "max_output_mb"):
+            if getattr(self, key) is not None and getattr(self, key) < 1:
+                refuse(f"reward.{key}={getattr(self, key)}: must be >= 1")
+        for key, kind in (("on_error", OnError), ("sandbox", Sandbox)):
+            if getattr(self, key) not in list(kind):
+                refuse(f"reward.{key}={getattr(self, key)}: expected {', '.join(kind)}")
+        for key in ("max_error_rate", "stop_error_rate"):
+            if not 0 <= getattr(self, key) <= 1:
+                refuse(f"reward.{key}={getattr(self, key)}: must lie in [0, 1]")
         for name in self.terms:
             if "/" in name or name == "overlong":
                 refuse(f"reward.terms.{name}: a term may not be called 'overlong' or contain '/'; rename it")
+
+    def call_limits(self) -> CallLimits:
+        """What one call may use."""
+        return CallLimits(
+            timeout_s=self.timeout_s,
+            memory_bytes=None if self.memory_limit_mb is None else self.memory_limit_mb * MIB,
+            max_output_bytes=self.max_output_mb * MIB,
+            sandbox=Sandbox(self.sandbox),
+        )

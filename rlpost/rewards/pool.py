@@ -2,23 +2,30 @@
 
 import asyncio
 import os
+import pickle
 import queue
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import IO, Any
 
 from rlpost.rewards.child import Call
+from rlpost.rewards.limits import MIB, ErrorKind
 
 _START = "import sys; sys.path[:] = {path!r}; from rlpost.rewards.child import serve; serve({fd})"
 
 
 class PoolError(Exception):
-    """A call did not come back: it raised, timed out, or took its process with it."""
+    """A call did not come back: it raised, timed out, went beyond a limit, or took its process with it."""
+
+    def __init__(self, message: str, kind: ErrorKind = ErrorKind.CRASH):
+        super().__init__(message)
+        self.kind = kind
 
 
 class ProcessPool:
@@ -30,12 +37,22 @@ class ProcessPool:
 
     A call that hangs or crashes costs only itself: its process is replaced before the next call. A process starts with
     the first call that needs it; starting and importing count against `startup_timeout_s`, not against the call's time.
+
+    Args:
+        memory_bytes: what a process may allocate once its imports are done; beyond it calls get a `MemoryError`.
+        max_output_bytes: of text that a call may print, and of its pickled result. What is printed goes to stderr.
     """
 
-    def __init__(self, num_processes: int, startup_timeout_s: float = 120.0):
+    def __init__(
+        self,
+        num_processes: int,
+        startup_timeout_s: float = 120.0,
+        memory_bytes: int | None = None,
+        max_output_bytes: int = 16 * MIB,
+    ):
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="reward-pool")
         self._idle: queue.SimpleQueue[_Child] = queue.SimpleQueue()
-        self._children = [_Child(startup_timeout_s) for _ in range(num_processes)]
+        self._children = [_Child(startup_timeout_s, memory_bytes, max_output_bytes) for _ in range(num_processes)]
         for child in self._children:
             self._idle.put(child)
 
@@ -49,7 +66,7 @@ class ProcessPool:
             imports: modules to import before the time begins.
 
         Raises:
-            PoolError: the function raised, timed out or died, or the pool was closed; says which.
+            PoolError: the function raised, timed out, died or took too much, or the pool was closed; says which.
         """
         call = Call(path=path, args=args, kwargs=kwargs, timeout_s=timeout_s)
         try:
@@ -76,8 +93,9 @@ class ProcessPool:
 class _Child:
     """One process, started when needed. Used by one thread at a time, except `interrupt`."""
 
-    def __init__(self, startup_timeout_s: float):
+    def __init__(self, startup_timeout_s: float, memory_bytes: int | None, max_output_bytes: int):
         self._startup_timeout_s = startup_timeout_s
+        self._memory_bytes, self._max_output_bytes = memory_bytes, max_output_bytes
         self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None
         self._loaded: set[str] = set()
@@ -90,7 +108,9 @@ class _Child:
         if self._process is None:
             self._start()
         if call.path not in self._loaded:
-            first = Call(path=call.path, timeout_s=self._startup_timeout_s, imports=imports)
+            first = Call(
+                path=call.path, timeout_s=self._startup_timeout_s, imports=imports, memory_bytes=self._memory_bytes
+            )
             self._exchange(first, "starting and importing")
             self._loaded.add(call.path)
         return self._exchange(call, "the call")
@@ -114,6 +134,8 @@ class _Child:
         _kill_session(process)
         status = process.wait()
         connection.close()
+        if process.stdout is not None:
+            process.stdout.close()
         with self._lock:
             self._process = self._connection = None
         self._loaded.clear()
@@ -128,27 +150,70 @@ class _Child:
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", _START.format(path=sys.path, fd=theirs.fileno())],
                     stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
                 )
 
     def _exchange(self, call: Call, what: str) -> Any:
-        """Send a call and wait for its reply; on silence or death the process is killed."""
+        """Send a call and wait for its reply; on silence, a flood or death the process is killed."""
         connection = self._connection
         assert connection is not None
         try:
             connection.send(call)
-            if not connection.poll(call.timeout_s):
-                self.stop()
-                raise PoolError(f"timed out: {what} took more than {call.timeout_s:g} s; its process was killed")
-            fine, reply = connection.recv()
+            self._await_reply(connection, call.timeout_s, what)
+            kind, reply = pickle.loads(self._receive(connection, what))
         except (EOFError, OSError) as error:
             status = self.stop(grace_s=1.0)  # it is ending: its own exit status tells more than that of a kill
             said = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
             raise PoolError(f"its process died during {what} ({said})") from error
-        if not fine:
-            raise PoolError(reply)
+        if kind is ErrorKind.MEMORY:
+            self.stop()  # what it holds may be what leaves no room
+            limit = f"; reward.memory_limit_mb allows {self._memory_bytes // MIB} MiB" if self._memory_bytes else ""
+            raise PoolError(reply + limit, kind)
+        if kind is not None:
+            raise PoolError(reply, kind)
         return reply
+
+    def _await_reply(self, connection: Connection, timeout_s: float, what: str) -> None:
+        """Until the reply begins; passes on what is printed meanwhile."""
+        assert self._process is not None and self._process.stdout is not None
+        printed, num_printed, deadline = self._process.stdout, 0, time.monotonic() + timeout_s
+        sources: list[Any] = [connection, printed]
+        while connection not in (ready := wait(sources, max(0.0, deadline - time.monotonic()))):
+            if not ready or time.monotonic() > deadline:
+                self.stop()
+                message = f"timed out: {what} took more than {timeout_s:g} s; its process was killed"
+                raise PoolError(message, ErrorKind.TIMEOUT)
+            num_read = _pass_on(printed)
+            num_printed += num_read
+            if num_printed > self._max_output_bytes:
+                self.stop()
+                raise PoolError(self._too_much(f"{what} printed"), ErrorKind.OUTPUT)
+            if not num_read:
+                sources.remove(printed)
+        if printed in ready:
+            _pass_on(printed)
+
+    def _receive(self, connection: Connection, what: str) -> bytes:
+        try:
+            return connection.recv_bytes(self._max_output_bytes)
+        except OSError as error:
+            if not connection.readable:  # which a message above the limit ends
+                self.stop()
+                raise PoolError(self._too_much(f"{what} returned"), ErrorKind.OUTPUT) from error
+            raise
+
+    def _too_much(self, what: str) -> str:
+        return f"{what} more than {self._max_output_bytes} bytes (reward.max_output_mb); its process was killed"
+
+
+def _pass_on(printed: IO[bytes]) -> int:
+    """Copy what was printed to standard error; number of bytes, 0 at its end."""
+    chunk = os.read(printed.fileno(), 65536)
+    sys.stderr.write(chunk.decode(errors="replace"))
+    return len(chunk)
 
 
 def _kill_session(process: subprocess.Popen) -> None:

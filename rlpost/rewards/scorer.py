@@ -13,8 +13,10 @@ from rlpost.batch import Prompt
 from rlpost.registry import load_dotted, near
 from rlpost.rewards.base import REWARDS, Answer, Reward, RewardError, RewardTerm
 from rlpost.rewards.config import RewardConfig, RewardTermConfig
+from rlpost.rewards.limits import ErrorKind
 from rlpost.rewards.model import Score
 from rlpost.rewards.pool import PoolError, ProcessPool
+from rlpost.rewards.sandbox import jail
 from rlpost.rewards.shaping import soft_overlong_punishment
 
 Scored = Reward | RewardError
@@ -35,14 +37,19 @@ class RewardScorer:
         reward_model: where the term `reward_model` gets its scores.
 
     Raises:
-        ValueError: no terms, an unknown term or keyword, a missing package, or no reward model where a term needs one.
+        ValueError: no terms, an unknown term or keyword, a missing package, no reward model where a term needs one, or
+            a host that cannot shut in the code that a term runs (`reward.sandbox`).
     """
 
     def __init__(self, cfg: RewardConfig, max_response_length: int, reward_model: Score | None = None):
         if not cfg.terms:
             raise ValueError("reward.terms is empty: nothing would be rewarded; name at least one term")
         self._timeout_s = cfg.timeout_s
-        self._terms = {key: _resolve(key, term, reward_model) for key, term in cfg.terms.items()}
+        limits = cfg.call_limits()
+        given = {"reward_model": reward_model, "call_limits": limits}
+        self._terms = {key: _resolve(key, term, given) for key, term in cfg.terms.items()}
+        if any(term.sandboxed for term in self._terms.values()):
+            jail.check(limits.sandbox)
         self._overlong = cfg.overlong_buffer
         self._max_length = max_response_length
         self._buffer_len = cfg.overlong_buffer.len or max(1, max_response_length // 4)
@@ -50,7 +57,11 @@ class RewardScorer:
             raise ValueError(
                 f"reward.overlong_buffer.len={self._buffer_len} exceeds data.max_response_length={max_response_length}"
             )
-        self._pool = ProcessPool(cfg.num_processes) if any(term.in_pool for term in self._terms.values()) else None
+        self._pool = None
+        if any(term.in_pool for term in self._terms.values()):
+            self._pool = ProcessPool(
+                cfg.num_processes, memory_bytes=limits.memory_bytes, max_output_bytes=limits.max_output_bytes
+            )
 
     async def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[Scored]:
         """A `Reward` for each answer, or a `RewardError` that names the terms that failed on it and why."""
@@ -64,11 +75,10 @@ class RewardScorer:
 
     def _total(self, answer: Answer, row: list[Scored]) -> Scored:
         named = list(zip(self._terms.values(), row, strict=True))
-        errors = [
-            f"reward term '{term.key}' ({term.name}): {item}" for term, item in named if isinstance(item, RewardError)
-        ]
+        errors = [(term, item) for term, item in named if isinstance(item, RewardError)]
         if errors:
-            return RewardError("; ".join(errors))
+            reasons = "; ".join(f"reward term '{term.key}' ({term.name}): {item}" for term, item in errors)
+            return RewardError(reasons, errors[0][1].kind)
         total, parts = 0.0, {}
         for term, item in named:
             assert isinstance(item, Reward)
@@ -99,13 +109,13 @@ class RewardScorer:
             else:
                 result = term.fn(prompt, answers, **term.kwargs)
             return check_rewards(result, len(answers))
-        except PoolError as error:
-            reason = str(error)
+        except (PoolError, RewardError) as error:
+            reason, kind = str(error), error.kind
         except TimeoutError:
-            reason = f"timed out: the call took more than {self._timeout_s:g} s"
+            reason, kind = f"timed out: the call took more than {self._timeout_s:g} s", ErrorKind.TIMEOUT
         except Exception as error:  # the edge to code that is not ours: reported, counted and masked by the caller
-            reason = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
-        return [RewardError(reason) for _ in answers]
+            reason, kind = f"{type(error).__name__}: {error}", ErrorKind.EXCEPTION
+        return [RewardError(reason, kind) for _ in answers]
 
 
 def check_rewards(result: Any, num_answers: int) -> list[Scored]:
@@ -116,9 +126,10 @@ def check_rewards(result: Any, num_answers: int) -> list[Scored]:
     """
     items = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(items, list | tuple):
-        raise RewardError(f"returned a {type(result).__name__}, expected a list of {num_answers} rewards")
+        message = f"returned a {type(result).__name__}, expected a list of {num_answers} rewards"
+        raise RewardError(message, ErrorKind.WRONG_TYPE)
     if len(items) != num_answers:
-        raise RewardError(f"returned {len(items)} rewards for {num_answers} answers")
+        raise RewardError(f"returned {len(items)} rewards for {num_answers} answers", ErrorKind.WRONG_TYPE)
     return [_check_reward(item) for item in items]
 
 
@@ -130,9 +141,9 @@ def _check_reward(item: Any) -> Scored:
     for name, value in numbers.items():
         value = value.item() if hasattr(value, "item") else value
         if not isinstance(value, Real):
-            return RewardError(f"{name} is a {type(value).__name__}, expected a number")
+            return RewardError(f"{name} is a {type(value).__name__}, expected a number", ErrorKind.WRONG_TYPE)
         if not math.isfinite(value):
-            return RewardError(f"{name} is {float(value)}")
+            return RewardError(f"{name} is {float(value)}", ErrorKind.NOT_FINITE)
     return Reward(value=float(reward.value), parts={name: float(value) for name, value in reward.parts.items()})
 
 
@@ -150,16 +161,17 @@ class _Term:
     in_pool: bool
     per_answer: bool
     imports: tuple[str, ...]
+    sandboxed: bool
 
 
-def _resolve(key: str, cfg: RewardTermConfig, reward_model: Score | None) -> _Term:
+def _resolve(key: str, cfg: RewardTermConfig, given: dict[str, Any]) -> _Term:
     """Find the function and check that it can be called as configured."""
     at = f"reward.terms.{key}"
     term = _find(cfg.fn, at)
     for module in term.imports:
         if importlib.util.find_spec(module) is None:
             raise ValueError(f"{at}.fn={cfg.fn} needs the package '{module}': pip install 'rlpost[rewards]'")
-    kwargs = _check_kwargs(term, cfg, at, reward_model)
+    kwargs = _check_kwargs(term, cfg, at, given)
     is_async = _is_async(term.fn)
     return _Term(
         key=key,
@@ -172,6 +184,7 @@ def _resolve(key: str, cfg: RewardTermConfig, reward_model: Score | None) -> _Te
         in_pool=term.isolated and not is_async,
         per_answer=term.per_answer if cfg.per_answer is None else cfg.per_answer,
         imports=("rlpost.rewards.base", *term.imports),  # what prompts and answers are made of takes seconds to import
+        sandboxed=term.sandboxed,
     )
 
 
@@ -188,20 +201,20 @@ def _find(name: str, at: str) -> RewardTerm:
     return RewardTerm(fn=function)
 
 
-def _check_kwargs(term: RewardTerm, cfg: RewardTermConfig, at: str, reward_model: Score | None) -> dict[str, Any]:
-    """The term's keywords, with the reward model where it asks for one.
+def _check_kwargs(term: RewardTerm, cfg: RewardTermConfig, at: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The term's keywords, with the reward model or the limits where it asks for them.
 
     Raises:
         ValueError: a keyword that the function does not take or one that it lacks.
     """
     kwargs = dict(cfg.kwargs)
     parameters = inspect.signature(term.fn).parameters
+    kwargs |= {name: value for name, value in given.items() if name in parameters}
     if "reward_model" in parameters:
-        if reward_model is None:
+        if given["reward_model"] is None:
             raise ValueError(f"{at}.fn={cfg.fn} asks a reward model, but none is served: set reward.reward_model.path")
         if not _is_async(term.fn):
             raise ValueError(f"{at}.fn={cfg.fn} takes a 'reward_model' and so must be async")
-        kwargs["reward_model"] = reward_model
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         for name in kwargs:
             if name not in parameters:

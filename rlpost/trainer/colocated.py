@@ -10,7 +10,8 @@ from rlpost.algos.config import FilterGroupsConfig
 from rlpost.batch import Group, Prompt
 from rlpost.data import PromptStream
 from rlpost.metrics import Metric, Metrics, Reduce, merge
-from rlpost.trainer.source import RolloutSource, check_rewards, exhausted, rollout_metrics
+from rlpost.rewards.config import RewardConfig
+from rlpost.trainer.source import RolloutSource, check_rewards, exhausted, rollout_metrics, warn_of_errors
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.group import WorkerGroup
 from rlpost.workers.rollout.base import SamplingSpec
@@ -37,13 +38,13 @@ class ColocatedSource(RolloutSource):
         spec: SamplingSpec,
         n: int,
         filter_groups: FilterGroupsConfig,
-        max_error_rate: float,
+        reward: RewardConfig,
         sleep: bool,
     ):
         self._stream, self._algorithm, self._pool = stream, algorithm, pool
         self._trainers, self._sync = trainers, sync
         self._spec, self._n, self._filter = spec, n, filter_groups
-        self._max_error_rate, self._sleep = max_error_rate, sleep
+        self._reward, self._sleep = reward, sleep
         self._engine_awake = not sleep
         self._counts: Counter[str] = Counter()
         self._generated: Metrics = {}
@@ -61,13 +62,14 @@ class ColocatedSource(RolloutSource):
             ask = min(math.ceil((n - len(kept)) / acceptance), budget - len(seen))
             groups = await self._pool.run(self._stream.next(ask), self._n, self._spec)
             seen += groups
-            check_rewards(seen, self._max_error_rate)
+            check_rewards(seen, self._reward)
             self._generated = merge([self._generated, rollout_metrics(groups)])
             for group in groups:
                 verdict = self._algorithm.keep(group)
                 self._counts["kept" if verdict.keep else f"dropped_{verdict.reason}"] += 1
                 if verdict.keep:
                     kept.append(group)
+        warn_of_errors(seen, self._reward.max_error_rate)
         self._counts["surplus"] += max(0, len(kept) - n)
         await self._hand_memory_to_trainer()
         if len(kept) < n and (self._filter.on_exhausted == "error" or not kept):

@@ -14,11 +14,19 @@ from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import FilterGroupsConfig
 from rlpost.batch import Group, Prompt
 from rlpost.metrics import Metric, Metrics, Reduce, merge
+from rlpost.rewards.config import RewardConfig
 from rlpost.trainer.buffer import Blocked, GroupBuffer, Slot
 from rlpost.trainer.idle import IdleMeter
 from rlpost.trainer.limits import Limits
 from rlpost.trainer.prompts import PromptQueue
-from rlpost.trainer.source import PromptsExhausted, RolloutSource, check_rewards, exhausted, rollout_metrics
+from rlpost.trainer.source import (
+    PromptsExhausted,
+    RolloutSource,
+    check_rewards,
+    exhausted,
+    rollout_metrics,
+    warn_of_errors,
+)
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.rollout.base import SamplingSpec
 from rlpost.workers.rollout.pool import RolloutPool
@@ -62,7 +70,7 @@ class AsyncSource(RolloutSource):
         spec: SamplingSpec,
         n: int,
         filter_groups: FilterGroupsConfig,
-        max_error_rate: float,
+        reward: RewardConfig,
         partial_rollout: bool,
         stop_on_error: bool,
         room: int,
@@ -72,7 +80,7 @@ class AsyncSource(RolloutSource):
     ):
         self.buffer, self.prompts = buffer, prompts
         self._algorithm, self._pool, self._sync, self._spec, self._n = algorithm, pool, sync, spec, n
-        self._filter, self._max_error_rate = filter_groups, max_error_rate
+        self._filter, self._reward = filter_groups, reward
         self._partial_rollout, self._stop_on_error, self._room = partial_rollout, stop_on_error, room
         self._hook, self._autopilot = hook, autopilot
         self._hook_task: asyncio.Task[None] | None = None
@@ -112,9 +120,10 @@ class AsyncSource(RolloutSource):
             else:
                 self.buffer.put_back()
             if len(seen) % n == 0:  # also while none is kept
-                check_rewards(seen, self._max_error_rate)
+                check_rewards(seen, self._reward)
         self._idle.waiting(False)
-        check_rewards(seen, self._max_error_rate)
+        check_rewards(seen, self._reward)
+        warn_of_errors(seen, self._reward.max_error_rate)
         if len(kept) < n and (self._filter.on_exhausted == "error" or not kept):
             raise exhausted(len(kept), n, len(seen), counts)
         self._counts += counts

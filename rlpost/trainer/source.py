@@ -1,14 +1,19 @@
 """Where groups come from: `RolloutSource`, the one thing in which colocated and asynchronous training differ."""
 
+import logging
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlpost.batch import Group, Prompt, Status
+from rlpost.batch import Group, Prompt, Status, Trajectory
 from rlpost.metrics import Metric, Metrics, Reduce, mean
+from rlpost.rewards.config import OnError, RewardConfig
+from rlpost.rewards.limits import ErrorKind
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.rollout.base import SamplingSpec
+
+logger = logging.getLogger(__name__)
 
 
 class BudgetExhausted(RuntimeError):
@@ -20,22 +25,43 @@ class PromptsExhausted(RuntimeError):
 
 
 class RewardFailure(RuntimeError):
-    """Too many scores failed (`reward.max_error_rate`)."""
+    """Too many scores failed (`reward.stop_error_rate`, `reward.on_error`)."""
 
 
-def check_rewards(groups: Sequence[Group], max_error_rate: float) -> None:
+def check_rewards(groups: Sequence[Group], cfg: RewardConfig) -> None:
     """Stop the run when scoring is broken; to be asked of all groups of a step, before any is dropped.
 
     Raises:
-        RewardFailure: a larger share of the answers than `max_error_rate` could not be scored; shows one of the errors.
+        RewardFailure: a larger share of the answers than `stop_error_rate` could not be scored, or any with
+            `on_error=stop`; shows one of the errors.
     """
-    failed = [t.error for g in groups for t in g.trajectories if t.status is Status.REWARD_ERROR]
-    total = sum(len(g.trajectories) for g in groups)
+    failed, total = _failed(groups), sum(len(g.trajectories) for g in groups)
+    if failed and cfg.on_error == OnError.STOP:
+        raise RewardFailure(f"reward.on_error=stop: {_describe(failed, total)}")
+    if len(failed) > cfg.stop_error_rate * total:
+        raise RewardFailure(f"{_describe(failed, total, f', above reward.stop_error_rate={cfg.stop_error_rate}')}")
+
+
+def warn_of_errors(groups: Sequence[Group], max_error_rate: float) -> None:
+    """Warn when a larger share of a step's answers than `max_error_rate` could not be scored."""
+    failed, total = _failed(groups), sum(len(g.trajectories) for g in groups)
     if len(failed) > max_error_rate * total:
-        raise RewardFailure(
-            f"{len(failed)} of {total} answers could not be scored, above reward.max_error_rate={max_error_rate}; "
-            f"for example: {failed[0]}"
-        )
+        logger.warning(_describe(failed, total, f", above reward.max_error_rate={max_error_rate}"))
+
+
+def _is_failed(trajectory: Trajectory) -> bool:
+    """Whether its score failed; not whether it was left out with one that did."""
+    return trajectory.status is Status.REWARD_ERROR and trajectory.error_kind != ErrorKind.GROUP
+
+
+def _failed(groups: Sequence[Group]) -> list[Trajectory]:
+    return [t for g in groups for t in g.trajectories if _is_failed(t)]
+
+
+def _describe(failed: Sequence[Trajectory], total: int, limit: str = "") -> str:
+    kinds = Counter(t.error_kind for t in failed).most_common()
+    counts = ", ".join(f"{kind}: {count}" for kind, count in kinds)
+    return f"{len(failed)} of {total} answers could not be scored{limit} ({counts}); for example: {failed[0].error}"
 
 
 def exhausted(kept: int, wanted: int, seen: int, counts: Mapping[str, int]) -> BudgetExhausted:
@@ -53,23 +79,26 @@ def rollout_metrics(groups: Sequence[Group]) -> Metrics:
     """Rewards and their parts, lengths, and how answers ended, over all finished answers of `groups`.
 
     To be asked of every group that was generated. Those that dynamic sampling keeps have right and wrong answers by
-    definition, so their mean says little about the policy. Failed scores count in `reward/error_rate` and in lengths.
+    definition, so their mean says little about the policy. Failed scores count in `reward/error_rate`, in lengths, and
+    by their kinds in `reward/errors/<kind>`.
     """
     answers = [t for g in groups for t in g.trajectories if t.status is not Status.ABORT]
     scored = [t for t in answers if t.status is not Status.REWARD_ERROR]
     lengths = [len(t.response_ids) for t in answers]
+    kinds = Counter(t.error_kind for t in answers if t.status is Status.REWARD_ERROR)
     parts: dict[str, list[float]] = defaultdict(list)
     for t in scored:
         for name, value in t.reward_parts.items():
             parts[f"reward/{name}"].append(value)
     return {
         "reward/mean": mean([t.reward for t in scored]),
-        "reward/error_rate": mean([t.status is Status.REWARD_ERROR for t in answers]),
+        "reward/error_rate": mean([_is_failed(t) for t in answers]),
         "response_length/mean": mean(lengths),
         "response_length/max": Metric(max(lengths, default=0), reduce=Reduce.MAX),
         "response_length/truncated": mean([t.status is Status.LENGTH for t in answers]),
         "prompt_length/mean": mean([len(g.prompt.token_ids) for g in groups]),
         **{name: mean(values) for name, values in parts.items()},
+        **{f"reward/errors/{kind}": Metric(count, reduce=Reduce.SUM) for kind, count in kinds.items()},
     }
 
 

@@ -92,7 +92,7 @@ def colocated_source(
         spec=spec,
         n=cfg.rollout.n,
         filter_groups=cfg.algo.filter_groups,
-        max_error_rate=cfg.reward.max_error_rate,
+        reward=cfg.reward,
         sleep=takes_turns(cfg),
     )
 
@@ -118,7 +118,7 @@ def async_source(
         spec=spec,
         n=cfg.rollout.n,
         filter_groups=cfg.algo.filter_groups,
-        max_error_rate=cfg.reward.max_error_rate,
+        reward=cfg.reward,
         partial_rollout=trainer.partial_rollout,
         stop_on_error=trainer.on_workflow_error == "stop",
         room=min(buffer.limits.capacity, max(1, len(pool.engines) * cfg.rollout.max_num_seqs // cfg.rollout.n)),

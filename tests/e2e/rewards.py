@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlpost.batch import Prompt
-from rlpost.rewards.base import Answer
+from rlpost.rewards.base import Answer, RewardError
 
 
 async def parity(prompt: Prompt, answers: Sequence[Answer], hold: str = "", hold_from: int = 0) -> list[float]:
@@ -54,3 +54,10 @@ def broken(prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
 
 def nan(prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
     return [float("nan")] * len(answers)
+
+
+def fails_at_times(prompt: Prompt, answers: Sequence[Answer]) -> list[float | RewardError]:
+    """Like `parity_apart`, but the first answer to every fifth prompt cannot be scored: 5 % of 4 answers a prompt."""
+    fails = prompt.index % 5 == 0 and not prompt.id.startswith("val.")
+    scores: list[float | RewardError] = list(_parity(answers))
+    return [RewardError("out of order"), *scores[1:]] if fails else scores

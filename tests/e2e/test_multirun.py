@@ -43,7 +43,7 @@ def test_sweep_goes_on_after_failed_jobs_and_says_what_failed(checkpoint, tmp_pa
     jobs = folders(run)
     assert [number for number, path in sorted(jobs.items()) if (path / "checkpoints").exists()] == ["3"]
     assert run.stdout.count('"finished": true') == 1
-    assert "RewardFailure: 16 of 16 answers could not be scored, above reward.max_error_rate=0.5" in run.stderr
+    assert "RewardFailure: 16 of 16 answers could not be scored, above reward.stop_error_rate=0.5" in run.stderr
     assert "RuntimeError: the scorer is out of order" in run.stderr and "rewards.py:" in run.stderr
     assert "reward term 'accuracy' (tests.e2e.rewards.nan): its value is nan" in run.stderr
     assert "BudgetExhausted: dynamic sampling kept 0 of the 4 groups it needs from 8 prompts" in run.stderr

@@ -151,7 +151,7 @@ def test_gate_finds_a_faulty_family_turns_it_off_and_goes_on(start_ray, tmp_path
                 spec=contract.spec(max_tokens=8, stop=()),
                 n=2,
                 filter_groups=FilterGroupsConfig(),
-                max_error_rate=0.0,
+                reward=LENGTH,
                 sleep=False,
             )
             await source.publish(3)

@@ -13,6 +13,11 @@ from rlpost.data_sources import read_source
 from rlpost.rewards.config import RewardConfig
 from rlpost.rewards.scorer import RewardScorer
 
+PRESET_NEEDS = {  # what a preset leaves to the user; "code" is also to be built on hosts without the sandbox
+    "model": ["reward.reward_model.path=x"],
+    "code": ["reward.sandbox=limits"],
+}
+
 
 def presets(group: str) -> list[str]:
     return sorted(path.stem for path in (Path(CONFIG_DIR) / group).glob("*.yaml"))
@@ -37,7 +42,7 @@ def test_data_preset_composes(name: str) -> None:
 
 @pytest.mark.parametrize("name", presets("reward"))
 def test_reward_preset_builds_a_scorer(name: str) -> None:
-    cfg = load("reward", name, *(["reward.reward_model.path=x"] if name == "model" else []))
+    cfg = load("reward", name, *PRESET_NEEDS.get(name, []))
     assert isinstance(cfg, RewardConfig)
 
     async def served(inputs: list) -> list[float]:

@@ -13,6 +13,7 @@ from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import AlgoConfig, FilterGroupsConfig
 from rlpost.batch import Group, Prompt
 from rlpost.metrics import scalars
+from rlpost.rewards.config import RewardConfig
 from rlpost.tools.simulation.clock import run_virtual
 from rlpost.tools.simulation.delivery import make_buffer
 from rlpost.tools.simulation.engines import SimulatedPool, SimulatedSync, SimulatedTrainers
@@ -161,7 +162,7 @@ def _common(scenario: Scenario, pool: SimulatedPool) -> dict[str, Any]:
         "spec": None,
         "n": scenario.n,
         "filter_groups": filtering,
-        "max_error_rate": 0.0,
+        "reward": RewardConfig(),
     }
 
 

@@ -15,7 +15,8 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rlpost.batch import Prompt, Provenance, Status, Trajectory
 from rlpost.rewards.base import Answer, RewardError
-from rlpost.rewards.config import RewardConfig
+from rlpost.rewards.config import OnError, RewardConfig
+from rlpost.rewards.limits import ErrorKind
 from rlpost.rewards.scorer import RewardScorer
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
@@ -179,9 +180,13 @@ class WorkflowWorker:
             Answer(text=text, token_ids=tokens, truncated=t.status is Status.LENGTH)
             for t, text, tokens in zip(complete, texts, ids, strict=True)
         ]
-        for t, scored in zip(complete, await self._scorer.score(prompt, answers), strict=True):
+        all_scored = await self._scorer.score(prompt, answers)
+        if self._reward.on_error == OnError.DROP_GROUP and any(isinstance(s, RewardError) for s in all_scored):
+            left_out = RewardError("left out with its group (reward.on_error=drop_group)", ErrorKind.GROUP)
+            all_scored = [s if isinstance(s, RewardError) else left_out for s in all_scored]
+        for t, scored in zip(complete, all_scored, strict=True):
             if isinstance(scored, RewardError):
-                t.status, t.error = Status.REWARD_ERROR, str(scored)
+                t.status, t.error, t.error_kind = Status.REWARD_ERROR, str(scored), str(scored.kind)
                 continue
             t.rewards[np.flatnonzero(t.provenance == Provenance.MODEL)[-1]] = scored.value
             t.reward_parts = scored.parts

@@ -38,6 +38,7 @@ def score(name: str, truth: Any, texts: Sequence[str], **kwargs: Any) -> list[fl
 
 def test_registry_knows_the_built_in_terms() -> None:
     assert REWARDS.names() == [
+        "code",
         "exact_match",
         "format",
         "length",

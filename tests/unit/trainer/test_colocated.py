@@ -8,6 +8,7 @@ from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import AlgoConfig, FilterGroupsConfig
 from rlpost.batch import Status
 from rlpost.metrics import scalars
+from rlpost.rewards.config import RewardConfig
 from rlpost.trainer.colocated import ColocatedSource
 from rlpost.trainer.source import BudgetExhausted, RewardFailure
 from rlpost.workers.config import ActorConfig, FSDPConfig
@@ -37,7 +38,7 @@ def source(signal, **changes):
         spec=SPEC,
         n=2,
         filter_groups=filtering,
-        max_error_rate=0.5,
+        reward=RewardConfig(),
         sleep=False,
     )
 
@@ -101,7 +102,7 @@ def test_broken_reward_is_named_although_the_filter_would_drop_its_groups():
         return [group(p, [0.0, 0.0], Status.REWARD_ERROR) for p in prompts]
 
     broken._pool.run = run
-    with pytest.raises(RewardFailure, match="8 of 8 answers could not be scored, above reward.max_error_rate=0.5"):
+    with pytest.raises(RewardFailure, match="8 of 8 answers could not be scored, above reward.stop_error_rate=0.5"):
         taken(broken, 4)
 
 

@@ -10,6 +10,7 @@ from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import AlgoConfig, FilterGroupsConfig
 from rlpost.batch import Group, Prompt, Status
 from rlpost.metrics import Metric, Reduce
+from rlpost.rewards.config import RewardConfig
 from rlpost.tools.simulation.clock import run_virtual
 from rlpost.trainer.buffer import GroupBuffer
 from rlpost.trainer.fully_async import AsyncSource
@@ -155,7 +156,7 @@ def build(
         max_num_gen_batches=options.pop("budget", 4),
         on_exhausted=options.pop("on_exhausted", "error"),
     )
-    switches = {"partial_rollout": True, "stop_on_error": True, "max_error_rate": 0.5}
+    switches = {"partial_rollout": True, "stop_on_error": True, "reward": RewardConfig()}
     switches = {name: options.pop(name, default) for name, default in switches.items()}
     return AsyncSource(
         buffer=GroupBuffer(Limits(groups_per_step=G, **options)),

@@ -74,9 +74,11 @@ def info(tmp_path_factory):
     return contract.make_checkpoint(tmp_path_factory.mktemp("model"), tied=True)
 
 
-def run(info, engines: list[Engine], *, text: str = "", n: int = 2, workflow: str = "single_turn", seed: int = 1):
+def run(info, engines: list[Engine], *, text: str = "", n: int = 2, workflow: str = "single_turn", seed: int = 1,
+        fn: str = "length", on_error: str = "mask"):  # fmt: skip
     async def main():
-        reward = RewardConfig(terms={"length": RewardTermConfig(fn="tests.ray.rewards_for_tests.length")})
+        term = RewardTermConfig(fn=f"tests.ray.rewards_for_tests.{fn}")
+        reward = RewardConfig(terms={"length": term}, on_error=on_error)
         worker = WorkflowWorker(RolloutConfig(workflow=workflow), info, reward, engines, seed, 8)
         asked = [Prompt(id=f"p{i}", index=i, token_ids=np.array([5, 6]), text=text, data_source="d") for i in range(4)]
         await worker.start()
@@ -116,6 +118,18 @@ def test_failed_score_is_marked_and_never_a_zero(info):
     for t in (t for group in run(info, [Engine()], text="bad") for t in group):
         assert t.status is Status.REWARD_ERROR
         assert "no ground truth" in t.error and t.reward_parts == {}
+        assert t.error_kind == "exception"
+
+
+def test_failed_score_costs_its_answer_or_its_group(info):
+    for group in run(info, [Engine()], fn="first_fails"):
+        assert [t.status for t in group] == [Status.REWARD_ERROR, Status.STOP]
+        assert [t.error_kind for t in group] == ["crash", None] and group[1].reward == 1.0
+    for group in run(info, [Engine()], fn="first_fails", on_error="drop_group"):
+        assert [t.status for t in group] == [Status.REWARD_ERROR] * 2
+        assert [t.error_kind for t in group] == ["crash", "group"]
+        assert [t.reward for t in group] == [0.0, 0.0]
+        assert "reward.on_error=drop_group" in group[1].error
 
 
 def test_aborted_answers_are_not_scored(info):
