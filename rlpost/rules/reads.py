@@ -299,6 +299,13 @@ READERS: tuple[Reader, ...] = (
         fix="set trainer.share_gpus=false",
     ),
     _reader(
+        "trainer.max_skipped_steps", "trainer.max_replays_to_keep",
+        by="a run that skips steps that are not finite",
+        when=lambda cfg: cfg.trainer.on_nonfinite == "skip",
+        decided_by="trainer.on_nonfinite",
+        fix="set trainer.on_nonfinite=skip",
+    ),
+    _reader(
         "trainer.sampler_window",
         by="a sampler",
         when=lambda cfg: isinstance(cfg.trainer, AsyncTrainerConfig) and cfg.trainer.sampler is not None,

@@ -110,9 +110,12 @@ async def compare_once(
 
 
 def histogram(values: torch.Tensor) -> list[int]:
-    """How many of `values` (`[n]`) are at most 1e-7, at most 1e-6, ..., at most 1 and above it, in size."""
-    finite = values.abs().nan_to_num(nan=torch.inf)
-    places = torch.bucketize(finite, torch.tensor(SIZES, dtype=finite.dtype))
+    """How many of `values` (`[n]`) are at most 1e-7, at most 1e-6, ..., at most 1 and above it, in size.
+
+    What is no number counts as above.
+    """
+    sizes = torch.where(values.isnan(), torch.inf, values.abs())
+    places = torch.bucketize(sizes, torch.tensor(SIZES, dtype=sizes.dtype))
     return torch.bincount(places, minlength=len(SIZES) + 1).tolist()
 
 

@@ -26,6 +26,7 @@ from rlpost.trainer.evaluate import Evaluator
 from rlpost.trainer.fit import check_fit
 from rlpost.trainer.gate import ParityGate, Repair
 from rlpost.trainer.repair import AiterRepair
+from rlpost.trainer.replay import ReplayStore, describe
 from rlpost.trainer.report import Reporter
 from rlpost.trainer.sources import build_source, check_callables, pools, takes_turns
 from rlpost.trainer.state import CheckpointStore
@@ -270,6 +271,16 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
         evaluator=evaluator,
         reporter=reporter,
         checkpoints=checkpoints,
+        replays=ReplayStore(
+            run_dir / "replay",
+            describe(
+                cfg,
+                facts.model,
+                updates_per_step(cfg.actor, cfg.data.train_batch_size),
+                count_updates(cfg, total_steps),
+            ),
+            cfg.trainer.max_replays_to_keep,
+        ),
         groups_per_step=cfg.data.train_batch_size,
         n=cfg.rollout.n,
         total_steps=total_steps,

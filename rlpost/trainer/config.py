@@ -27,6 +27,10 @@ class TrainerConfig:
     parity_probe_size: int = 16  # sequences of the probe where old logprobs are not recomputed
     parity_probe_freq: int = 10  # steps without a token of the trainer's own version (async) before it is used again
     profile_steps: list[int] = field(default_factory=list)  # whose training is traced, into <run folder>/profile
+    on_nonfinite: str = "stop"  # or skip: what a NaN or infinity in logprobs, rewards, loss or gradient does to a step
+    max_skipped_steps: int = 3  # in a row, after which the run stops all the same
+    max_replays_to_keep: int | None = 3  # replay bundles of skipped steps, the newest; null: all
+    save_replay_steps: list[int] = field(default_factory=list)  # kept as replay bundles, in <run folder>/replay
 
     def __post_init__(self) -> None:
         if self.name != self._name():
@@ -42,11 +46,19 @@ class TrainerConfig:
         for key in ("test_freq", "save_freq"):
             if getattr(self, key) != -1:
                 _at_least("trainer", key, getattr(self, key), 1)
-        for step in self.profile_steps:
-            last = self.total_training_steps
+        for key in ("profile_steps", "save_replay_steps"):
+            self._check_steps(key, getattr(self, key))
+        for key in ("max_skipped_steps", "max_replays_to_keep"):
+            _at_least("trainer", key, getattr(self, key), 1)
+        if self.on_nonfinite not in ("stop", "skip"):
+            refuse(f"trainer.on_nonfinite={self.on_nonfinite}: expected one of stop, skip")
+
+    def _check_steps(self, key: str, steps: list[int]) -> None:
+        last = self.total_training_steps
+        for step in steps:
             if step < 1 or (last is not None and step > last):
                 refuse(
-                    f"trainer.profile_steps={self.profile_steps}: step {step} never comes, steps count from 1 to "
+                    f"trainer.{key}={steps}: step {step} never comes, steps count from 1 to "
                     f"trainer.total_training_steps={last}"
                 )
 

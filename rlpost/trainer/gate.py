@@ -6,6 +6,7 @@ import torch
 
 from rlpost.batch import Batch, collate
 from rlpost.metrics import Metrics
+from rlpost.trainer.nonfinite import require_finite
 from rlpost.trainer.parity import NAME, Parity, ParityError, comparable, compare, likely_cause, may_be_kernels
 from rlpost.trainer.repair import RepairError
 from rlpost.trainer.source import RolloutSource
@@ -59,11 +60,17 @@ class ParityGate:
         return batch
 
     async def check(self, batch: Batch, version: int) -> Metrics:
-        """Compare the tokens that `version` sampled; where `old_logprobs` is absent, a spread of `probe_size` rows."""
+        """Compare the tokens that `version` sampled; where `old_logprobs` is absent, a spread of `probe_size` rows.
+
+        Raises:
+            ParityError: they differ by more than the limit.
+            NonFinite: the trainer's logprob of one of those rows is none.
+        """
         if "old_logprobs" not in batch:
             rows = batch.row_of_token[comparable(batch, version)].unique()
             batch = batch.select(spread(rows if len(rows) else torch.arange(len(batch)), self._probe_size))
             batch.update(await self._workers.infer("old_logprobs", batch))
+            require_finite(batch)
         parity = compare(batch, version)
         self._steps_blind = 0 if parity.num_tokens else self._steps_blind + 1
         if self._steps_blind >= self._probe_freq and self._source is not None:  # async: none was sampled by `version`

@@ -10,7 +10,9 @@ from rlpost.metrics import Metric, Metrics, Reduce, Timers, merge, scalars
 from rlpost.trainer.config import TrainerConfig
 from rlpost.trainer.evaluate import Evaluator
 from rlpost.trainer.gate import ParityGate
+from rlpost.trainer.nonfinite import Fault, NonFinite, fault_of_update, require_finite
 from rlpost.trainer.parity import ParityError
+from rlpost.trainer.replay import ReplayStore
 from rlpost.trainer.report import Reporter
 from rlpost.trainer.source import RolloutSource
 from rlpost.trainer.state import CheckpointStore
@@ -29,6 +31,7 @@ class Trainer:
         evaluator: validation, or None without validation sets.
         reporter: metrics, tables and rollouts to the trackers and the run folder.
         checkpoints: where to save to and resume from.
+        replays: where to keep steps that can be run again.
         groups_per_step: `data.train_batch_size`.
         n: samples a prompt.
         total_steps: the step to end at.
@@ -45,6 +48,7 @@ class Trainer:
         evaluator: Evaluator | None,
         reporter: Reporter,
         checkpoints: CheckpointStore,
+        replays: ReplayStore,
         groups_per_step: int,
         n: int,
         total_steps: int,
@@ -52,7 +56,9 @@ class Trainer:
         self._cfg, self._algorithm, self._source, self._workers = cfg, algorithm, source, workers
         self._gate, self._evaluator, self._reporter, self._checkpoints = gate, evaluator, reporter, checkpoints
         self._groups_per_step, self._n, self.total_steps = groups_per_step, n, total_steps
+        self._replays = replays
         self._timers = Timers()
+        self._skipped_in_a_row = 0
         self.step = 0
         self.stop_requested = False
 
@@ -79,44 +85,102 @@ class Trainer:
         return self._reporter.summary(self.step, time.perf_counter() - start, finished=self.step >= self.total_steps)
 
     async def _train_step(self) -> Metrics:
-        """One step: n kept groups in, one new version out."""
-        timers, metrics = self._timers, Metrics()
+        """One step: n kept groups in, one new version out, though the weights be the same where it was skipped."""
+        timers = self._timers
         with timers("step"):
-            groups, batch, parity = await self._rollout()
-            metrics |= parity
+            before = self._algorithm.state_dict()
+            groups, batch, metrics, fault = await self._rollout()
             metrics["throughput/tokens"] = Metric(batch.num_tokens, reduce=Reduce.SUM)
-            columns, algo_metrics = self._algorithm.advantages(batch)
-            batch.update(columns)
-            metrics |= algo_metrics
-            with timers("train"):
-                await self._profile("start_profile")
-                for role in self._algorithm.trains(self.step):
-                    trained = await self._workers.train(role, batch, self._algorithm, self.step)
-                    metrics = merge([metrics, trained])  # what both roles report, such as memory, is reduced
-                await self._profile("stop_profile", self._reporter.folder / "profile" / f"step_{self.step}")
+            if fault is None:
+                with timers("train"):
+                    trained, fault = await self._train(batch)
+                metrics = merge([metrics, trained])
+            if fault is not None:
+                self._algorithm.load_state_dict(before)
+                await self._stop_or_skip(fault, batch, metrics)
+            else:
+                self._skipped_in_a_row = 0
+            metrics["train/skipped_steps"] = Metric(float(fault is not None), reduce=Reduce.SUM)
             with timers("publish"):
                 metrics |= await self._source.publish(version=self.step)
         self._reporter.rollouts(self.step, groups)
         return metrics | self._source.metrics() | timers.pop()
 
-    async def _rollout(self) -> tuple[list[Group], Batch, Metrics]:
+    async def _rollout(self) -> tuple[list[Group], Batch, Metrics, Fault | None]:
         """The step's, once trainer and engine agree on them: sampled anew where the engine had to be repaired."""
+        before = self._algorithm.state_dict()
         try:
             return await self._sample()
         except ParityError as error:
             if not await self._gate.repair(error, self.step - 1):
                 raise
         self._source.rewind()
+        self._algorithm.load_state_dict(before)
         return await self._sample()
 
-    async def _sample(self) -> tuple[list[Group], Batch, Metrics]:
+    async def _sample(self) -> tuple[list[Group], Batch, Metrics, Fault | None]:
+        """Groups, their batch with everything that is trained on, and what in it is not finite.
+
+        Advantages come before the checks, so that every number is looked at once, when all are there.
+        """
         with self._timers("generate"):
             groups = await self._source.take(self._groups_per_step)
         batch = collate(groups, self._n)
         with self._timers("infer"):
             for column in self._algorithm.needs():
                 batch.update(await self._workers.infer(column, batch))
-            return groups, batch, await self._gate.check(batch, version=self.step - 1)
+            columns, metrics = self._algorithm.advantages(batch)
+            batch.update(columns)
+            try:
+                require_finite(batch)
+                metrics |= await self._gate.check(batch, version=self.step - 1)
+            except NonFinite as error:
+                return groups, batch, metrics, error.fault
+            return groups, batch, metrics, None
+
+    async def _train(self, batch: Batch) -> tuple[Metrics, Fault | None]:
+        """Every role of the step in turn, up to the first update that is not finite."""
+        metrics, fault = Metrics(), None
+        roles, keep = self._algorithm.trains(self.step), self.step in self._cfg.save_replay_steps
+        if keep:
+            await self._replays.begin(f"step_{self.step}", self._save_weights)
+        await self._profile("start_profile")
+        for role in roles:
+            trained = await self._workers.train(role, batch, self._algorithm, self.step)
+            metrics = merge([metrics, trained])  # what both roles report, such as memory, is reduced
+            if fault := fault_of_update(role, trained):
+                break
+        await self._profile("stop_profile", self._reporter.folder / "profile" / f"step_{self.step}")
+        if keep:
+            self._replays.finish(f"step_{self.step}", self.step, batch, roles, scalars(metrics))
+        return metrics, fault
+
+    async def _stop_or_skip(self, fault: Fault, batch: Batch, metrics: Metrics) -> None:
+        """Keep the step as a replay bundle, and end the run unless it may go on without the rest of the step.
+
+        Raises:
+            NonFinite: names what was not finite, and the bundle.
+        """
+        roles = self._algorithm.trains(self.step)
+        said = f"step {self.step}: {fault.what}"
+        try:
+            folder = await self._replays.keep_faulty(
+                self.step, batch, roles, scalars(metrics), fault, self._save_weights
+            )
+        except Exception as error:  # whatever hinders it: the fault is the news, and must not be lost
+            raise NonFinite(fault, f"{said}. Its replay bundle could not be written: {error}") from error
+        said += f". To see where it first goes wrong: python -m rlpost.tools.replay {folder}"
+        self._skipped_in_a_row += 1
+        if self._cfg.on_nonfinite == "stop":
+            raise NonFinite(fault, f"{said} (trainer.on_nonfinite=skip would go on without the step)")
+        if self._skipped_in_a_row >= self._cfg.max_skipped_steps:
+            raise NonFinite(
+                fault, f"{said}. It is number {self._skipped_in_a_row} in a row (trainer.max_skipped_steps)"
+            )
+        self._reporter.note(f"skipped     {said}")
+
+    async def _save_weights(self, folder: Path) -> None:
+        await self._workers.call_async("save", folder)
 
     async def _profile(self, method: str, *args: Any) -> None:
         if self.step in self._cfg.profile_steps:

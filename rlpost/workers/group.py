@@ -129,7 +129,7 @@ class WorkerGroup:
             dp_size=self.num_ranks // size,
             max_tokens=max_tokens,
             key=key,
-            seed=_seed(self._setup.seed, step),
+            seed=shuffle_seed(self._setup.seed, step),
         )
         shared = ray.put(objective)
         return merge(await self._gather("train", [(role, work, shared) for work in works for _ in range(size)]))
@@ -191,6 +191,6 @@ def _raise_original(reference: ObjectRef) -> None:
         raise error.cause from error
 
 
-def _seed(run_seed: int, step: int) -> int:
+def shuffle_seed(run_seed: int, step: int) -> int:
     """One stream of shuffles for each (run, step)."""
     return abs(run_seed) * 1_000_003 + step

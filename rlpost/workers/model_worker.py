@@ -195,11 +195,19 @@ class ModelWorker:
 
     @_explain_oom
     def train(self, role: str, work: TrainWork, objective: Objective) -> Metrics:
-        """All optimizer updates of the work; metrics under `<role>/`."""
+        """All optimizer updates of the work, up to the first that is not finite; metrics under `<role>/`.
+
+        Weights are then those that this update began with, on all ranks: the rest of the step is not trained.
+        """
         platform().reset_peak_memory()
         engine = self.engines[role]
         loss = objective.value_loss if role == "critic" else objective.policy_loss
-        metrics = merge(engine.train_step(work.micro_batches(step), loss) for step in work.steps)
+        parts: list[Metrics] = []
+        for step in work.steps:
+            parts.append(engine.train_step(work.micro_batches(step), loss))
+            if engine.skipped:
+                break
+        metrics = merge(parts)
         named = {name if "/" in name else f"{role}/{name}": metric for name, metric in metrics.items()}
         peak = platform().peak_memory_bytes() / 2**30
         return named | {"perf/max_memory_reserved_gb": Metric(peak, reduce=Reduce.MAX)}

@@ -30,7 +30,13 @@ MicroLoss = Callable[[Batch, Output], tuple[torch.Tensor, Metrics]]
 
 
 class TrainEngine(ABC):
-    """One model sharded over the trainer's process group. Every method is collective: all ranks call it alike."""
+    """One model sharded over the trainer's process group. Every method is collective: all ranks call it alike.
+
+    Attributes:
+        skipped: whether the last `train_step` made no update; equal on all ranks.
+    """
+
+    skipped: bool
 
     @abstractmethod
     def forward(self, micro_batches: list[Batch], entropy: bool = False) -> list[Output]:
@@ -40,8 +46,9 @@ class TrainEngine(ABC):
     def train_step(self, micro_batches: list[Batch], loss: MicroLoss) -> Metrics:
         """One optimizer update from the *sum* of the micro-batches' losses over all ranks.
 
-        Returns the merged metrics of `loss` plus `grad_norm` (before clipping, global) and `lr`. A step whose gradient
-        is not finite leaves parameters and optimizer state as they are and reports `skipped_updates` = 1.
+        Returns the merged metrics of `loss` plus `grad_norm` (before clipping, global), `lr` and `updates` = 1. Where
+        the loss of any rank or the gradient is not finite, parameters and optimizer state stay as they are on all
+        ranks: `updates` = 0, `skipped_updates` = 1, `nonfinite_losses` counts micro-batches, and `skipped` is set.
         """
 
     @abstractmethod

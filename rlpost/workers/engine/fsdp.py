@@ -1,7 +1,7 @@
 """`FSDPEngine`: one model under FSDP2 `fully_shard`, on GPUs and on CPU, from one rank up."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -56,6 +56,7 @@ class FSDPEngine(TrainEngine):
         self.parallel = make_parallel(self.device.type, cfg.fsdp.fsdp_size, cfg.ulysses_sequence_parallel_size)
         self.temperature = temperature
         self.updates = 0
+        self.skipped = False
         self._cfg, self._path, self._tokenizer_path, self._critic = cfg, path, tokenizer_path, critic
         self._vocab_size, self._total_updates = vocab_size, total_updates
         kernel = attention.choose_kernel(model_cfg.attn_implementation, self.device.type, self.dtype)
@@ -107,18 +108,24 @@ class FSDPEngine(TrainEngine):
 
     def train_step(self, micro_batches: list[Batch], loss: MicroLoss) -> Metrics:
         """See `TrainEngine.train_step`. Metrics come from one rank of each sequence group."""
+        parts = self.accumulate(micro_batches, loss)
+        own = self.update()
+        return merge([*parts, own]) if self.parallel.leads_sequence else {}
+
+    def accumulate(self, micro_batches: Iterable[Batch], loss: MicroLoss) -> list[Metrics]:
+        """Forward and backward of every micro-batch: gradients, summed over ranks, for `update`; metrics of `loss`."""
         self.model.train()
+        self._bad_losses = torch.zeros((), device=self.device)
         parts: list[Metrics] = []
         for micro_batch in micro_batches:
-            micro, output, anchor = self._run_for_loss(micro_batch)
+            micro, output, total = self._run_for_loss(micro_batch)
             if len(micro):
                 share, metrics = loss(micro, output)
-                (share + anchor).backward()
+                total = share + total
                 parts.append(metrics)
-            else:
-                anchor.backward()
-        own = self._update()
-        return merge([*parts, own]) if self.parallel.leads_sequence else {}
+            self._bad_losses += ~total.detach().isfinite()
+            total.backward()
+        return parts
 
     def _run_for_loss(self, batch: Batch) -> tuple[Batch, Output, Tensor]:
         """The micro-batch on the device, its output, and a 0 through which every parameter gets a gradient, so that
@@ -172,11 +179,15 @@ class FSDPEngine(TrainEngine):
         rank = 0 if group is None else torch.distributed.get_rank(group)
         return slice(rank * num_tokens // size, (rank + 1) * num_tokens // size)
 
-    def _update(self) -> Metrics:
-        """Clip and step, unless the gradient is not finite."""
-        norm = float(optim.gradient_norm(self._parameters, self.parallel.shard_group))
+    def update(self) -> Metrics:
+        """Clip and step, unless a loss of any rank or the gradient is not finite; then forget the gradient."""
+        torch.distributed.all_reduce(self._bad_losses)
+        norm, bad_losses = torch.stack(
+            [optim.gradient_norm(self._parameters, self.parallel.shard_group), self._bad_losses]
+        ).tolist()
         rate = optim.learning_rate(self.updates, self._cfg.optim, self._total_updates)
-        finite = math.isfinite(norm)
+        finite = math.isfinite(norm) and bad_losses == 0
+        self.skipped = not finite
         if finite:
             optim.clip_(self._parameters, norm, self._cfg.grad_clip)
             for group in self.optimizer.param_groups:
@@ -190,7 +201,9 @@ class FSDPEngine(TrainEngine):
         return {
             "grad_norm": Metric(norm) if finite else Metric(0.0, 0.0),
             "lr": Metric(rate),
-            "skipped_updates": Metric(0.0 if finite else 1.0, reduce=Reduce.SUM),
+            "updates": Metric(float(finite), reduce=Reduce.SUM),
+            "skipped_updates": Metric(float(not finite), reduce=Reduce.SUM),
+            "nonfinite_losses": Metric(bad_losses / self.parallel.sequence_size, reduce=Reduce.SUM),
         }
 
     def _reshard(self) -> None:
