@@ -95,6 +95,6 @@ def fault_of_update(role: str, metrics: Metrics) -> Fault | None:
     if f"{role}/skipped_updates" not in metrics or not metrics[f"{role}/skipped_updates"].value:
         return None
     update, losses = int(metrics[f"{role}/updates"].value), int(metrics[f"{role}/nonfinite_losses"].value)
-    part = f"the loss of {losses} micro-batches" if losses else "the gradient, though no loss,"
+    part = f"the loss of {losses} micro-batch{'es' * (losses > 1)}" if losses else "the gradient, though no loss,"
     what = f"{part} of the {role}'s update {update} of this step (from 0) is not finite"
     return Fault(what=what, role=role, update=update)

@@ -174,9 +174,8 @@ class Trainer:
         if self._cfg.on_nonfinite == "stop":
             raise NonFinite(fault, f"{said} (trainer.on_nonfinite=skip would go on without the step)")
         if self._skipped_in_a_row >= self._cfg.max_skipped_steps:
-            raise NonFinite(
-                fault, f"{said}. It is number {self._skipped_in_a_row} in a row (trainer.max_skipped_steps)"
-            )
+            in_a_row = f"trainer.max_skipped_steps={self._cfg.max_skipped_steps} in a row"
+            raise NonFinite(fault, f"{said}. It is the last of {in_a_row}")
         self._reporter.note(f"skipped     {said}")
 
     async def _save_weights(self, folder: Path) -> None:

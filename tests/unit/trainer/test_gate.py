@@ -12,6 +12,7 @@ from rlpost.trainer.config import TrainerConfig
 from rlpost.trainer.gate import ParityGate
 from rlpost.trainer.parity import ParityError
 from rlpost.trainer.repair import RepairError
+from rlpost.trainer.replay import ReplayStore
 from rlpost.trainer.state import CheckpointStore
 from rlpost.trainer.trainer import Trainer
 from tests.unit.trainer.rollouts import group, prompt
@@ -141,6 +142,7 @@ def test_step_that_fails_is_sampled_again_from_the_same_prompts_once_the_engines
         evaluator=None,
         reporter=reporter,
         checkpoints=CheckpointStore(tmp_path, None),
+        replays=ReplayStore(tmp_path, {}),
         groups_per_step=1,
         n=2,
         total_steps=1,

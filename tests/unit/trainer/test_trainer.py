@@ -10,6 +10,7 @@ from rlpost.algos.config import AlgoConfig
 from rlpost.batch import Batch
 from rlpost.metrics import Metric, Reduce
 from rlpost.trainer.config import TrainerConfig
+from rlpost.trainer.replay import ReplayStore
 from rlpost.trainer.source import rollout_metrics
 from rlpost.trainer.state import CheckpointStore
 from rlpost.trainer.trainer import Trainer
@@ -90,6 +91,7 @@ def one_step(tmp_path):
             evaluator=None,
             reporter=reporter,
             checkpoints=CheckpointStore(tmp_path, None),
+            replays=ReplayStore(tmp_path, {}),
             groups_per_step=1,
             n=2,
             total_steps=1,
