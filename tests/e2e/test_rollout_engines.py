@@ -34,7 +34,7 @@ def config(name: str, **changes) -> RolloutConfig:
         kwargs["kv_cache_memory_bytes"] = 1 << 30
     return RolloutConfig(
         name=name,
-        dtype="float32",
+        dtype=str(contract.DTYPE).removeprefix("torch."),
         max_num_seqs=64,
         max_num_batched_tokens=512,
         gpu_memory_utilization=0.2,

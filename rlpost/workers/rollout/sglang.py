@@ -258,10 +258,12 @@ def engine_arguments(cfg: RolloutConfig, model: ModelInfo, max_model_len: int, a
     """Arguments of SGLang's Engine, whose names are `accepted`; `cfg.engine_kwargs` on top.
 
     Raises:
-        ValueError: an `engine_kwargs` key that SGLang does not know, or that another key sets.
+        ValueError: an `engine_kwargs` key that SGLang does not know, or that another key sets; float32 on CUDA.
     """
     check_engine_kwargs(cfg.engine_kwargs, "SGLang", accepted, _RESERVED)
     here = platform()
+    if here.kind == "cuda" and here.dtype(cfg.dtype) == torch.float32:
+        raise ValueError("rollout.dtype=float32: SGLang's CUDA kernels compute in 16 bits; set rollout.dtype=bfloat16")
     context_length = max_model_len + SPARE_TOKENS
     arguments: dict[str, Any] = {
         "model_path": model.path,
@@ -295,8 +297,6 @@ def engine_arguments(cfg: RolloutConfig, model: ModelInfo, max_model_len: int, a
             "enable_memory_saver": cfg.free_cache_engine,
             "enable_weights_cpu_backup": cfg.free_cache_engine,
         }
-        if here.kind == "cuda" and arguments["dtype"] == "float32":
-            arguments["attention_backend"] = "triton"  # what it would choose itself computes in 16 bits only
         if "disable_piecewise_cuda_graph" in accepted:  # 0.5.12 fails to capture them on an H200
             arguments["disable_piecewise_cuda_graph"] = True
         if "cuda_graph_bs" in accepted and not arguments["disable_cuda_graph"]:

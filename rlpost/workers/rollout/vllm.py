@@ -216,7 +216,9 @@ def engine_arguments(cfg: RolloutConfig, model: ModelInfo, max_model_len: int, a
         arguments["cudagraph_capture_sizes"] = graph_batch_sizes(cfg.max_num_seqs)
     if here.kind == "rocm":
         arguments |= aiter.arguments("vllm", cfg.aiter_kernels.set_to("on"), model.shape.latent_attention)
-    if here.kind == "cpu" and cfg.tensor_model_parallel_size == 1:  # halves the start-up
+    if cfg.tensor_model_parallel_size > 1:  # by itself it would take its ranks from the placement group of our actor
+        arguments["distributed_executor_backend"] = "mp"
+    elif here.kind == "cpu":  # halves the start-up
         arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     return arguments | cfg.engine_kwargs
 
