@@ -77,7 +77,9 @@ class Sender:
         return next(self._buckets, None)
 
     def close(self) -> int | None:
-        """End the update and let the buffers go, to torch's cache. Returns the digest of what was written, None on ranks that did not.
+        """End the update. Returns the digest of what was written, None on ranks that did not.
+
+        The buffers go to torch's cache: who hands memory over empties it.
 
         Raises:
             BroadcastError: a bucket did not reach every reader.
