@@ -81,7 +81,7 @@ class FSDPConfig:
 
     param_offload: bool = False  # parameters to host memory while generating
     optimizer_offload: bool = False  # optimizer state to host memory while generating
-    reshard_after_forward: bool = True  # free gathered weights until the backward pass: less memory, more traffic
+    reshard_after_forward: bool | None = None  # free gathered weights between passes; null: only where ranks share them
     fsdp_size: int = -1  # ranks that shard one replica (HSDP); -1: all
 
     def check(self, at: str) -> None:

@@ -69,7 +69,7 @@ class FSDPEngine(TrainEngine):
             device=self.device,
             master_dtype=torch.float32 if train else self.dtype,
             compute_dtype=self.dtype,
-            reshard_after_forward=cfg.fsdp.reshard_after_forward,
+            reshard_after_forward=self._reshards(),
             seed=seed,
         )
         self._names = WeightNames(self.model)
@@ -192,6 +192,11 @@ class FSDPEngine(TrainEngine):
             "lr": Metric(rate),
             "skipped_updates": Metric(0.0 if finite else 1.0, reduce=Reduce.SUM),
         }
+
+    def _reshards(self) -> bool:
+        """Whether gathered weights are freed after every pass of a layer; if not, the end of an update frees them."""
+        setting = self._cfg.fsdp.reshard_after_forward
+        return self.parallel.shard_group.size() > 1 if setting is None else setting
 
     def _reshard(self) -> None:
         """The root keeps its gathered weights after a pass without backward: free them."""
