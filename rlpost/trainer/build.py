@@ -25,6 +25,8 @@ from rlpost.trainer.config import AsyncTrainerConfig, ClusterConfig
 from rlpost.trainer.evaluate import Evaluator
 from rlpost.trainer.fit import check_fit
 from rlpost.trainer.gate import ParityGate, Repair
+from rlpost.trainer.history import LEDGER
+from rlpost.trainer.ledger import Ledger
 from rlpost.trainer.repair import AiterRepair
 from rlpost.trainer.report import Reporter
 from rlpost.trainer.sources import build_source, check_callables, pools, takes_turns
@@ -248,6 +250,8 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
     algorithm = build_algorithm(cfg)
     checkpoints = CheckpointStore(run_dir / "checkpoints", cfg.trainer.max_ckpt_to_keep)
     check_resume(checkpoints, cfg.trainer.resume, total_steps)
+    ledger = Ledger(run_dir / LEDGER)
+    stack.callback(ledger.close)
 
     reporter = Reporter(
         Tracking.build(cfg.tracking, run_dir, dataclasses.asdict(cfg), total_steps),
@@ -258,7 +262,7 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
     stack.callback(reporter.close)
     stack.callback(start_ray(cfg.cluster))
     pool, workers = await start_processes(cfg, facts, total_steps, takes_turns(cfg), stack)
-    source = build_source(cfg, facts.spec, stream, algorithm, pool, workers, stack)
+    source = build_source(cfg, facts.spec, stream, algorithm, pool, workers, stack, ledger)
     trainer = Trainer(
         cfg.trainer,
         algorithm=algorithm,
@@ -271,6 +275,7 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
         groups_per_step=cfg.data.train_batch_size,
         n=cfg.rollout.n,
         total_steps=total_steps,
+        ledger=ledger,
     )
     return trainer, reporter
 

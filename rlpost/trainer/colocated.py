@@ -10,6 +10,7 @@ from rlpost.algos.config import FilterGroupsConfig
 from rlpost.batch import Group, Prompt
 from rlpost.data import PromptStream
 from rlpost.metrics import Metric, Metrics, Reduce, merge
+from rlpost.trainer.ledger import Ledger
 from rlpost.trainer.source import RolloutSource, check_rewards, exhausted, rollout_metrics
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.group import WorkerGroup
@@ -39,11 +40,13 @@ class ColocatedSource(RolloutSource):
         filter_groups: FilterGroupsConfig,
         max_error_rate: float,
         sleep: bool,
+        ledger: Ledger | None = None,
     ):
         self._stream, self._algorithm, self._pool = stream, algorithm, pool
         self._trainers, self._sync = trainers, sync
         self._spec, self._n, self._filter = spec, n, filter_groups
         self._max_error_rate, self._sleep = max_error_rate, sleep
+        self._ledger = ledger or Ledger(None)
         self._engine_awake = not sleep
         self._counts: Counter[str] = Counter()
         self._generated: Metrics = {}
@@ -59,7 +62,10 @@ class ColocatedSource(RolloutSource):
         while len(kept) < n and len(seen) < budget:
             acceptance = max(0.25, len(kept) / len(seen)) if seen else 1.0
             ask = min(math.ceil((n - len(kept)) / acceptance), budget - len(seen))
-            groups = await self._pool.run(self._stream.next(ask), self._n, self._spec)
+            prompts = self._stream.next(ask)
+            self._ledger.issued(prompts)
+            groups = await self._pool.run(prompts, self._n, self._spec)
+            self._ledger.arrived(groups)
             seen += groups
             check_rewards(seen, self._max_error_rate)
             self._generated = merge([self._generated, rollout_metrics(groups)])
@@ -68,7 +74,10 @@ class ColocatedSource(RolloutSource):
                 self._counts["kept" if verdict.keep else f"dropped_{verdict.reason}"] += 1
                 if verdict.keep:
                     kept.append(group)
+                else:
+                    self._ledger.dropped([group], verdict.reason)
         self._counts["surplus"] += max(0, len(kept) - n)
+        self._ledger.dropped(kept[n:], "surplus")
         await self._hand_memory_to_trainer()
         if len(kept) < n and (self._filter.on_exhausted == "error" or not kept):
             raise exhausted(len(kept), n, len(seen), self._counts)
