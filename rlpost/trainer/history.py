@@ -270,6 +270,8 @@ def compacted(records: Iterable[Record]) -> list[Record]:
             if groups[record["id"]].state.is_open:
                 result.append(record)
         else:
+            for id, _ in record["groups"] if record["at"] == State.TRAINED else ():
+                dropped.pop(id, None)
             if _is_save(record):
                 flush()
             result.append(record)

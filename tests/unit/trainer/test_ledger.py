@@ -187,7 +187,7 @@ def test_a_ledger_that_is_cut_off_at_any_byte_keeps_its_whole_lines_and_goes_on(
     with tempfile.TemporaryDirectory() as folder:
         path, records = written(folder)
         content = path.read_bytes()
-        cut = data.draw(st.integers(0, len(content)))
+        cut = data.draw(st.integers(0, 2000)) % (len(content) + 1)
         path.write_bytes(content[:cut])
         num_whole = content[:cut].count(b"\n")
         assert read_log(path).records == records[:num_whole]
@@ -205,14 +205,14 @@ def test_a_flipped_bit_anywhere_is_told_with_file_and_line(data):
     with tempfile.TemporaryDirectory() as folder:
         path, records = written(folder)
         content = bytearray(path.read_bytes())
-        at = data.draw(st.integers(0, len(content) - 1))
+        at = data.draw(st.integers(0, 2000)) % len(content)
         content[at] ^= 1 << data.draw(st.integers(0, 7))
         path.write_bytes(content)
         if at == len(content) - 1:  # the end of the last line: as if it were torn
             assert read_log(path).records == records[:-1]
             return
         line = bytes(content[:at]).count(b"\n") + 1
-        with pytest.raises(ValueError, match=rf"{path}:{line}: the ledger is damaged here .* mv .*newest checkpoint"):
+        with pytest.raises(ValueError, match=rf"{path}:{line}: the ledger is damaged here .*mv .*newest checkpoint"):
             Ledger(path)
         assert path.read_bytes() == content, "evidence is left alone"
 
