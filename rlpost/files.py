@@ -1,4 +1,4 @@
-"""Files that must survive: written through to the disk, with digests that tell damage, and a full disk named as such."""
+"""Files that must survive: written through to the disk, with digests that tell damage; and a full disk, named so."""
 
 import errno
 import os

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -24,6 +25,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from rlpost.config import CONFIG_DIR, Config, explain_compose_error, register, to_object
+from rlpost.redact import redact_files
 
 FAILED, CONFIG_ERROR, INTERRUPTED = 1, 2, 130
 VALUE_FLAGS = {"--cfg", "-c", "--package", "-p", "--info", "-i"}  # the next word is theirs, not an override
@@ -59,6 +61,7 @@ def launch(execute: Execute) -> None:
     @hydra.main(config_path=str(CONFIG_DIR), config_name="config", version_base="1.3")
     def job(cfg: DictConfig) -> None:
         hydra_cfg = HydraConfig.get()
+        redact_files(_saved_by_hydra(hydra_cfg))
         status = run(cfg, Path(hydra_cfg.runtime.output_dir), execute)
         if status and hydra_cfg.mode == RunMode.MULTIRUN:  # Hydra goes on with the rest, then exits non-zero
             if status == INTERRUPTED:
@@ -72,6 +75,15 @@ def launch(execute: Execute) -> None:
         job()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def _saved_by_hydra(cfg: HydraConf) -> list[Path]:
+    """The config and the command line, as Hydra keeps them."""
+    folder = Path(cfg.runtime.output_dir)
+    names = ("config", "overrides", "hydra")
+    return [folder / (cfg.output_subdir or "") / f"{name}.yaml" for name in names] + [
+        Path(cfg.sweep.dir) / "multirun.yaml"
+    ]
 
 
 def check_overrides(overrides: list[str]) -> str | None:

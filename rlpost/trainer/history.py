@@ -76,9 +76,9 @@ def read_log(path: Path) -> Log:
         checksum = zlib.crc32(payload, checksum)
         if written != b"%08x " % checksum:
             raise ValueError(
-                f"{path}:{number}: the ledger is damaged here (line {number} of {len(lines)} does not have the checksum "
-                f"that it was written with). Keep it for inspection under another name, as in `mv {path} {path}.damaged`"
-                ", and start the run again: it takes the ledger that its newest checkpoint holds"
+                f"{path}:{number}: the ledger is damaged here (of {len(lines)} lines, this one does not have the "
+                f"checksum that it was written with). Move it away, as in `mv {path} {path}.damaged`, and start the "
+                "run again: it takes the ledger that its newest checkpoint holds"
             )
         records.append(json.loads(payload))
         num_bytes += len(line) + 1
@@ -175,16 +175,17 @@ class History:
         return counts
 
     def problems(self) -> list[str]:
-        """What should not be: groups trained twice, lost or skipped, and steps that are not there; empty: all is well."""
+        """What should not be: groups trained twice, lost or skipped, steps that are not there; empty: all is well."""
         twice = [
             f"group '{group.id}' (index {group.index}) was trained {len(group.steps)} times, in steps {group.steps}"
             for group in self.groups.values()
             if len(group.steps) > 1
         ]
         lost = [
-            f"group '{id}' (index {self.groups[id].index}) is lost: {self.groups[id].state}, neither trained nor dropped, "
-            f"and the checkpoint of step {self.saved} does not hold it"
-            for id in sorted(self._lost, key=lambda id: self.groups[id].index)
+            f"group '{group.id}' (index {group.index}) is lost: {group.state}, neither trained nor dropped, and the "
+            f"checkpoint of step {self.saved} does not hold it"
+            for group in self.groups.values()
+            if group.id in self._lost
         ]
         indices = {group.index for group in islice(self.groups.values(), self._num_saved)}  # added prompts': below 0
         gaps = sorted(set(range(max(indices, default=-1) + 1)) - indices)

@@ -177,8 +177,8 @@ class Ledger:
             if not is_disk_full(error):
                 raise
             raise DiskFull(
-                f"{self._path}: the disk is full ({error.strerror}). Free some space and start the run again; it resumes "
-                "from its last checkpoint"
+                f"{self._path}: the disk is full ({error.strerror}). Free some space and start the run again; it "
+                "resumes from its last checkpoint"
             ) from error
 
 

@@ -101,7 +101,7 @@ class Packer:
             elif isinstance(value, Group):
                 packed = self._group(value)
             else:
-                raise ValueError(f"the state to be saved holds a {type(value).__qualname__}: no such thing can be saved")
+                raise ValueError(f"the state to be saved holds a {type(value).__qualname__}, which cannot be saved")
             self._positions[id(value)] = len(self._objects)
             self._sources.append(value)
             self._objects.append(packed)
@@ -183,7 +183,7 @@ class Unpacker:
         return Group(prompt=self._objects[prompt], trajectories=[self._trajectory(**t) for t in trajectories], **fields)
 
     def _trajectory(self, length: int, status: str, **fields: Any) -> Trajectory:
-        columns = {name: self._next(name, length) for name in DTYPES}
+        columns: dict[str, Any] = {name: self._next(name, length) for name in DTYPES}
         return Trajectory(status=Status(status), **columns, **fields)
 
     def _next(self, name: str, length: int) -> np.ndarray:

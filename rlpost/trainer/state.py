@@ -6,6 +6,7 @@ config, the versions of the software and the ledger's mark. Nothing in a checkpo
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
@@ -16,6 +17,8 @@ import xxhash
 
 from rlpost.files import DiskFull, file_digests, is_disk_full, sync, write_synced
 from rlpost.trainer.objects import Packer, Unpacker
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 PREFIX = "global_step_"
@@ -117,8 +120,15 @@ class CheckpointStore:
         found = await asyncio.to_thread(file_digests, folder, there)
         wrong = sorted(name for name in files if found.get(name) != files[name]["digest"])
         if wrong:
-            raise ValueError(f"{folder}: {len(wrong)} files are damaged or missing: {', '.join(wrong[:5])}; {_instead()}")
-        return self.read(folder)
+            shown = ", ".join(wrong[:5])
+            raise ValueError(f"{folder}: {len(wrong)} files are damaged or missing: {shown}; {_instead()}")
+        state = self.read(folder)
+        before, now = state.get("versions", {}), self._about.get("versions", {})
+        changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+        if changed:
+            shown = ", ".join(f"{name} {before.get(name)} -> {now.get(name)}" for name in changed)
+            logger.warning("%s was written with other software: %s", folder, shown)
+        return state
 
     @staticmethod
     def read(folder: Path) -> dict[str, Any]:
@@ -175,7 +185,7 @@ def _manifest(folder: Path, object_hook: Callable[[dict[str, Any]], Any] | None 
             "that wrote it, or start anew from its weights (model.path=<run folder>/hf)"
         )
     if plain.pop("digest", None) != _digest(plain):
-        raise ValueError(f"{path}: damaged, its contents do not have the digest that they were written with; {_instead()}")
+        raise ValueError(f"{path}: damaged, it does not have the digest that it was written with; {_instead()}")
     outside = [name for name in plain["files"] if not (folder / name).resolve().is_relative_to(folder.resolve())]
     if outside:
         raise ValueError(f"{path}: names {outside[0]}, which is not in the checkpoint; {_instead()}")

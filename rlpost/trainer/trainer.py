@@ -137,15 +137,15 @@ class Trainer:
             self._reporter.validation(self.step, report, shown)
 
     async def _save(self) -> None:
-        parts = {"source": self._source, "algorithm": self._algorithm, "reporter": self._reporter}
-        state = {name: part.state_dict() for name, part in parts.items()}
+        state: dict[str, Any] = {"source": self._source.state_dict(), "algorithm": self._algorithm.state_dict()}
         mark = self._ledger.saved(self.step, held=prompts_in(state["source"]))
+        state |= {"reporter": self._reporter.state_dict(), "ledger": mark}
 
         async def write(folder: Path) -> dict[str, str]:
             self._ledger.copy(mark, folder / LEDGER)
             return dict(ChainMap(*await self._workers.call_async("save", folder)))
 
-        await self._checkpoints.save(self.step, state | {"ledger": mark}, write)
+        await self._checkpoints.save(self.step, state, write)
         self._ledger.compact()
 
     async def _resume(self) -> bool:

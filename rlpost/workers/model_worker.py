@@ -270,7 +270,7 @@ class ModelWorker:
 
     def save(self, folder: Path) -> dict[str, str]:
         """Sharded state of every trained role, one folder each; digests of the files that this rank wrote, by name."""
-        digests = {}
+        digests: dict[str, str] = {}
         for role in ("actor", "critic"):
             if role in self.engines:
                 of_role = self.engines[role].save(Path(folder) / role)

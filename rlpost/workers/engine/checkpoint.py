@@ -100,10 +100,10 @@ def _state(parameters: dict[str, nn.Parameter], optimizer: torch.optim.AdamW) ->
 
 def random_state() -> dict[str, Any]:
     """State of every generator this process draws from, as JSON can hold it."""
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    name, keys, *rest = np.random.get_state()
     state = {
         "python": random.getstate(),
-        "numpy": [name, keys.tolist(), position, has_gauss, cached],
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
     if torch.cuda.is_available():

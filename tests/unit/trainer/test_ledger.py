@@ -284,45 +284,51 @@ def summary(history):
 def test_compaction_changes_nothing_that_a_later_resume_may_come_back_to(events, data):
     """Beside the file, which is compacted and reopened at any time, all records are kept in a list."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "ledger.jsonl"
-        ledger, everything, marks, number = Ledger(path), [], [], 0
-        everything += read_log(path).records
-
-        def note(call):
-            before = len(read_log(path).records)
-            result = call()
-            everything.extend(read_log(path).records[before:])
-            return result
-
+        rig, marks, number = Rig(Path(folder) / "ledger.jsonl"), [], 0
         for kind, indices in events:
-            groups, open_ids = [GROUPS[i] for i in indices], [g.id for g in History(everything).groups.values()]
+            groups = [GROUPS[i] for i in indices]
             if kind == "issued":
-                note(lambda: ledger.issued([PROMPTS[i] for i in indices]))
+                rig.note("issued", [group.prompt for group in groups])
             elif kind == "arrived":
-                note(lambda: ledger.arrived([g for g in groups if g.id in open_ids]))
+                rig.note("arrived", [group for group in groups if group.id in rig.history().groups])
             elif kind == "dropped":
-                note(lambda: ledger.dropped(groups, f"reason_{indices[0] % 2}"))
+                rig.note("dropped", groups, f"reason_{indices[0] % 2}")
             elif kind == "step":
                 number += 1
-                note(lambda: ledger.trained(number, groups))
+                rig.note("trained", number, groups)
             elif kind == "saved":
-                still = [g.index for g in History(everything).groups.values() if g.state.is_open]
-                held = [PROMPTS[i] for i in {*still, *indices}]
-                marks.append((number, note(lambda: ledger.saved(number, held))))
+                still = [group.index for group in rig.history().groups.values() if group.state.is_open]
+                marks.append((number, rig.note("saved", number, [PROMPTS[i] for i in {*still, *indices}])))
             elif kind == "compact":
-                ledger.compact()
+                rig.ledger.compact()
             elif kind == "resume" and marks:
-                kept = data.draw(st.integers(1, len(marks)))
-                del marks[kept:]
+                del marks[data.draw(st.integers(1, len(marks))) :]
                 number, mark = marks[-1]
-                note(lambda: ledger.resumed(number, mark))
+                rig.note("resumed", number, mark)
             elif kind == "die":
-                ledger.close()
-                ledger = Ledger(path)
-            assert summary(History.read(path)) == summary(History(everything))
-        assert len(read_log(path).records) <= len(everything)
-        assert compacted(compacted(everything)) == compacted(everything)
-        ledger.close()
+                rig.ledger.close()
+                rig.ledger = Ledger(rig.path)
+            assert summary(History.read(rig.path)) == summary(rig.history())
+        assert len(read_log(rig.path).records) <= len(rig.everything)
+        assert compacted(compacted(rig.everything)) == compacted(rig.everything)
+        rig.ledger.close()
+
+
+class Rig:
+    """A ledger, and every record that it ever wrote."""
+
+    def __init__(self, path):
+        self.path, self.ledger = path, Ledger(path)
+        self.everything = read_log(path).records
+
+    def note(self, method, *args):
+        before = len(read_log(self.path).records)
+        result = getattr(self.ledger, method)(*args)
+        self.everything += read_log(self.path).records[before:]
+        return result
+
+    def history(self):
+        return History(self.everything)
 
 
 def test_compaction_leaves_steps_checkpoints_and_open_groups(path):

@@ -119,8 +119,9 @@ def test_a_pickle_in_place_of_the_objects_is_not_run(tmp_path):
 
 def test_prompts_are_found_wherever_they_are():
     asked = [prompt(i) for i in range(4)]
-    state = {"slots": [(asked[0], 1, None), (asked[1], 2, group(asked[1], [1.0]))], "more": {"window": [asked[3]]}, "n": 1}
-    assert [p.index for p in prompts_in(state)] == [0, 1, 1, 3]
+    slots = [(asked[0], 1, None), (asked[1], 2, group(asked[1], [1.0]))]
+    found = prompts_in({"slots": slots, "more": {"window": [asked[3]]}, "n": 1})
+    assert [p.index for p in found] == [0, 1, 1, 3]
 
 
 def test_dates_and_decimals_are_what_parquet_brings():

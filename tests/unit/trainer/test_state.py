@@ -210,7 +210,7 @@ def test_no_room_is_told_before_anything_is_written(tmp_path, monkeypatch):
     save(store, 1, write_two)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=256))
     called = []
-    said = rf"{tmp_path}: no room .* not begun: 256 bytes are free, the last one took 257\..*resumes from .*global_step_1"
+    said = rf"{tmp_path}: no room .* not begun: 256 bytes are free, the last one took 257\..*from .*global_step_1"
     with pytest.raises(DiskFull, match=said):
         save(store, 2, called.append)
     assert called == [] and [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
