@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from rlpost.batch import Batch
 from rlpost.platform import free_port
 from rlpost.workers.config import ActorConfig, ModelConfig
+from rlpost.workers.engine import checkpoint
 from rlpost.workers.engine.fsdp import FSDPEngine
 
 
@@ -132,6 +133,22 @@ def test_resumed_equals_uninterrupted(path, tmp_path, updates_before, model):
     assert [_update(resumed) for _ in range(2)] == metrics
     expected = _weights(engine)
     assert all(torch.equal(weight, expected[name]) for name, weight in _weights(resumed).items())
+
+
+def test_state_is_spread_over_files_of_bounded_size(path, tmp_path, monkeypatch):
+    engine, largest = _engine(path), 8192
+    _update(engine)
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", largest)
+    digests = engine.save(tmp_path / "state")
+    files = {str(file.relative_to(tmp_path / "state")) for file in tmp_path.rglob("*") if file.is_file()}
+    assert digests.keys() == files and len(files) > 10
+    for file in (tmp_path / "state" / "shards").iterdir():
+        tensors = load_file(file)
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= largest
+    resumed = _engine(path)
+    resumed.load(tmp_path / "state")
+    assert all(torch.equal(weight, _weights(engine)[name]) for name, weight in _weights(resumed).items())
+    assert _update(resumed) == _update(engine)
 
 
 def test_load_of_an_empty_folder_says_so(path, tmp_path):
