@@ -20,8 +20,8 @@ def lines(history: History, all_ids: bool) -> list[str]:
     shown = [f"groups       {counts}", f"checkpoint   step {history.saved}"]
     for record in history.resumes:
         undone = record["voided"]
-        steps = f", steps {undone['steps']} among them" if undone["steps"] else ""
-        shown.append(f"resumed      after step {record['step']}: {undone['records']} records undone{steps}")
+        steps = f" and of steps {', '.join(map(str, undone['steps']))}" if undone["steps"] else ""
+        shown.append(f"resumed      after step {record['step']}: undone was work on {undone['groups']} groups{steps}")
     if history.torn_bytes:
         shown.append(f"torn end     {history.torn_bytes} bytes, dropped")
     for step, ids in sorted(history.steps.items()):

@@ -1,6 +1,6 @@
 """The ledger's file, read: its records, those that still hold, and what became of every group.
 
-A line is `<checksum> <record as JSON>`. The checksum (CRC-32) continues that of the line before, so that a changed, a
+A line is `<checksum> <record as JSON>`; a record of groups lists them in `groups` as `[id, index, ...]`. The checksum (CRC-32) continues that of the line before, so that a changed, a
 missing and a displaced line are all told. A line without its end is what a killed process leaves behind; it is dropped.
 """
 
@@ -42,13 +42,13 @@ def encode(record: Record, checksum: int) -> tuple[bytes, int]:
     return b"%08x %s\n" % (checksum, payload), checksum
 
 
-def encode_all(records: Iterable[Record]) -> bytes:
-    """A whole file."""
+def encode_all(records: Iterable[Record]) -> tuple[bytes, int]:
+    """A whole file, and the checksum of its last line."""
     lines, checksum = [], 0
     for record in records:
         line, checksum = encode(record, checksum)
         lines.append(line)
-    return b"".join(lines)
+    return b"".join(lines), checksum
 
 
 @dataclass(slots=True, kw_only=True)
@@ -203,14 +203,17 @@ class History:
         pass
 
     def _issued(self, record: Record) -> None:
-        self._set(record["id"], record["index"], State.ISSUED)
-        self._lost.discard(record["id"])
+        for id, index in record["groups"]:
+            self._set(id, index, State.ISSUED)
+            self._lost.discard(id)
 
     def _generated(self, record: Record) -> None:
-        self._set(record["id"], record["index"], State.GENERATED)
+        for id, index, _ in record["groups"]:
+            self._set(id, index, State.GENERATED)
 
     def _scored(self, record: Record) -> None:
-        self._set(record["id"], record["index"], State.SCORED)
+        for id, index, _ in record["groups"]:
+            self._set(id, index, State.SCORED)
 
     def _dropped(self, record: Record) -> None:
         for id, index in record["groups"]:
@@ -253,7 +256,13 @@ def compacted(records: Iterable[Record]) -> list[Record]:
     that open groups are known only as those that the checkpoint holds.
     """
     kept = holding(records)
-    groups = History(kept).groups
+    still_open: set[str] = set()
+    for record in kept:
+        ids = [group[0] for group in record.get("groups", ())]
+        if record["at"] in (State.TRAINED, State.DROPPED):
+            still_open.difference_update(ids)
+        else:
+            still_open.update(ids)
     result: list[Record] = []
     dropped: dict[str, tuple[str, int]] = {}  # of this interval
 
@@ -266,16 +275,17 @@ def compacted(records: Iterable[Record]) -> list[Record]:
     for record in kept:
         if record["at"] == "dropped":
             dropped |= {id: (record["reason"], index) for id, index in record["groups"]}
-        elif record["at"] in (State.ISSUED, State.GENERATED, State.SCORED):
-            dropped.pop(record["id"], None)
-            if groups[record["id"]].state.is_open:
-                result.append(record)
-        else:
-            for id, _ in record["groups"] if record["at"] == State.TRAINED else ():
-                dropped.pop(id, None)
-            if _is_save(record):
-                flush()
-            result.append(record)
+            continue
+        for id, *_ in record.get("groups", ()):
+            dropped.pop(id, None)
+        if record["at"] in (State.ISSUED, State.GENERATED, State.SCORED):
+            of_open = [group for group in record["groups"] if group[0] in still_open]
+            if of_open:
+                result.append(record | {"groups": of_open})
+            continue
+        if _is_save(record):
+            flush()
+        result.append(record)
     flush()
     return result
 

@@ -32,6 +32,7 @@ class Ledger:
     def __init__(self, path: Path | None):
         self._path = path
         self._file = -1
+        self._checksum = self._saved_bytes = 0  # of the last line; length of the file when `saved` was called
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._open(path)
@@ -45,53 +46,51 @@ class Ledger:
 
     def issued(self, prompts: Iterable[Prompt]) -> None:
         """Their groups are begun; once more where they were before."""
-        self._append([{"at": "issued", "id": p.id, "index": p.index} for p in prompts])
+        self._append("issued", groups=_pairs(prompts))
 
     def arrived(self, groups: Iterable[Group]) -> None:
         """They are generated, and scored unless that failed for all of their answers."""
-        records: list[Record] = []
+        generated, scored = [], []
         for group in groups:
-            of = {"id": group.id, "index": group.index}
-            tokens = sum(len(t.response_ids) for t in group.trajectories)
-            records.append({"at": "generated", **of, "tokens": tokens})
+            generated.append([group.id, group.index, sum(len(t.response_ids) for t in group.trajectories)])
             rewards = [t.reward for t in group.trajectories if t.status is not Status.REWARD_ERROR]
             if rewards:
-                records.append({"at": "scored", **of, "reward": sum(rewards) / len(rewards)})
-        self._append(records)
+                scored.append([group.id, group.index, sum(rewards) / len(rewards)])
+        self._append("generated", groups=generated)
+        if scored:
+            self._append("scored", groups=scored)
 
     def dropped(self, groups: Sequence[Group | Prompt], reason: str) -> None:
         """They will not be trained."""
         if groups:
-            self._append([{"at": "dropped", "reason": reason, "groups": _pairs(groups)}])
+            self._append("dropped", reason=reason, groups=_pairs(groups))
 
     # --- steps and checkpoints, as the trainer sees them ---
 
     def trained(self, step: int, groups: Sequence[Group]) -> None:
         """`step` trained them."""
-        record = {"at": "trained", "step": step, "groups": _pairs(groups), "time_s": _now_s()}
-        self._append([record], to_disk=True)
+        self._append("trained", to_disk=True, step=step, groups=_pairs(groups), time_s=_now_s())
 
     def saved(self, step: int, held: Iterable[Prompt]) -> str:
         """The checkpoint of `step` is about to be written, and holds these unfinished prompts; returns its mark.
 
-        The mark belongs into the checkpoint. If that is never completed, no run will name it.
+        The mark belongs into the checkpoint. If that is never completed, no run will name it. The file is compacted.
         """
         mark = secrets.token_hex(8)
         held = list({prompt.id: prompt for prompt in held}.values())
-        record = {"at": "saved", "step": step, "mark": mark, "held": _pairs(held), "time_s": _now_s()}
-        self._append([record], to_disk=True)
+        self._append("saved", to_disk=True, step=step, mark=mark, held=_pairs(held), time_s=_now_s())
+        self.compact()
         return mark
 
-    def copy(self, mark: str, to: Path) -> None:
-        """Write the ledger as it was when `mark` was made, compacted, for the checkpoint to hold."""
+    def copy(self, to: Path) -> None:
+        """Write the ledger as it was at the last `saved`, for that checkpoint to hold."""
         if self._path is not None:
-            kept = holding(read_log(self._path).records)
-            write_synced(to, encode_all(compacted(kept[: end_of(kept, mark)])))
+            write_synced(to, self._path.read_bytes()[: self._saved_bytes])
 
     def compact(self) -> None:
         """Replace the file by a shorter one that says the same, atomically."""
         if self._path is not None:
-            self._replace(self._path, encode_all(compacted(read_log(self._path).records)))
+            self._saved_bytes = self._replace(self._path, compacted(read_log(self._path).records))
 
     def resumed(self, step: int, mark: str | None = None, copy: Path | None = None) -> None:
         """The run goes on after `step`: what was recorded after that checkpoint is void.
@@ -110,10 +109,10 @@ class Ledger:
         void = kept[end_of(kept, mark) :]
         if mark is None and not void:
             return  # a new run, of which there is nothing to say
-        voided = {"records": len(void), "steps": [record["step"] for record in void if record["at"] == "trained"]}
-        record = {"at": "resumed", "step": step, "mark": mark, "voided": voided, "time_s": _now_s()}
-        self._append([record], to_disk=True)
-        logger.warning("the run goes on after step %d; undone: %d records of %s", step, len(void), self._path)
+        groups = {group[0] for record in void for group in record.get("groups", ())}
+        voided = {"groups": len(groups), "steps": [record["step"] for record in void if record["at"] == "trained"]}
+        self._append("resumed", to_disk=True, step=step, mark=mark, voided=voided, time_s=_now_s())
+        logger.warning("the run goes on after step %d; undone: work on %d groups, steps %s", step, *voided.values())
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -125,14 +124,13 @@ class Ledger:
 
     def _open(self, path: Path) -> None:
         log = read_log(path)
-        self._checksum = log.checksum
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._reopen(path, log.checksum)
         if log.torn_bytes:
             os.ftruncate(self._file, log.num_bytes)
             logger.warning("%s: the last %d bytes are half a record, and dropped", path, log.torn_bytes)
-            self._append([{"at": "repaired", "torn_bytes": log.torn_bytes}])
+            self._append("repaired", torn_bytes=log.torn_bytes)
         if not log.records:
-            self._append([{"at": "begun", "format": FORMAT, "time_s": _now_s()}], to_disk=True)
+            self._append("begun", to_disk=True, format=FORMAT, time_s=_now_s())
             sync(path.parent)
 
     def _adopt(self, path: Path, mark: str, copy: Path | None) -> list[Record]:
@@ -142,27 +140,31 @@ class Ledger:
             raise ValueError(f"{copy}: not the ledger of this checkpoint (mark {mark}); is the folder complete?")
         if len(read_log(path).records) > 1:
             os.replace(path, path.with_name(f"{path.name}.old"))
-        self._replace(path, encode_all(kept))
+        self._replace(path, kept)
         return kept
 
-    def _replace(self, path: Path, content: bytes) -> None:
+    def _reopen(self, path: Path, checksum: int) -> None:
+        self.close()
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._checksum = checksum
+
+    def _replace(self, path: Path, records: Sequence[Record]) -> int:
+        """Make `records` the file's; its length in bytes."""
+        content, checksum = encode_all(records)
         partial = path.with_name(f"{path.name}.tmp")
         self._guarded(lambda: write_synced(partial, content))
         os.replace(partial, path)
         sync(path.parent)
-        self.close()
-        self._open(path)
+        self._reopen(path, checksum)
+        return len(content)
 
-    def _append(self, records: list[Record], to_disk: bool = False) -> None:
-        if self._path is None or not records:
+    def _append(self, at: str, to_disk: bool = False, **fields: Any) -> None:
+        if self._path is None:
             return
-        lines = b""
-        for record in records:
-            line, self._checksum = encode(record, self._checksum)
-            lines += line
+        line, self._checksum = encode({"at": at, **fields}, self._checksum)
 
         def write() -> None:
-            left = memoryview(lines)
+            left = memoryview(line)
             while left:
                 left = left[os.write(self._file, left) :]
             if to_disk:

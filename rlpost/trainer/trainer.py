@@ -142,11 +142,10 @@ class Trainer:
         state |= {"reporter": self._reporter.state_dict(), "ledger": mark}
 
         async def write(folder: Path) -> dict[str, str]:
-            self._ledger.copy(mark, folder / LEDGER)
+            self._ledger.copy(folder / LEDGER)
             return dict(ChainMap(*await self._workers.call_async("save", folder)))
 
         await self._checkpoints.save(self.step, state, write)
-        self._ledger.compact()
 
     async def _resume(self) -> bool:
         folder = self._checkpoints.find(self._cfg.resume)

@@ -87,14 +87,13 @@ async def drive(source, ledger, store, die, save_every):
         mark = ledger.saved(step, prompts_in(state))
         die("mark made")
 
-        async def write(folder, mark=mark):
-            ledger.copy(mark, folder / "ledger.jsonl")
+        async def write(folder):
             await asyncio.sleep(1.0)  # groups go on
+            ledger.copy(folder / "ledger.jsonl")
             return {}
 
         await store.save(step, {"source": state, "ledger": mark}, write)
         die("saved")
-        ledger.compact()
 
 
 class Die:
