@@ -1,7 +1,8 @@
 """The ledger's file, read: its records, those that still hold, and what became of every group.
 
-A line is `<checksum> <record as JSON>`; a record of groups lists them in `groups` as `[id, index, ...]`. The checksum (CRC-32) continues that of the line before, so that a changed, a
-missing and a displaced line are all told. A line without its end is what a killed process leaves behind; it is dropped.
+A line is `<checksum> <record as JSON>`; a record of groups lists them in `groups` as `[id, index, ...]`. The checksum
+(CRC-32) continues that of the line before, so that a changed, a missing and a displaced line are all told. A line
+without its end is what a killed process leaves behind; it is dropped.
 """
 
 import json

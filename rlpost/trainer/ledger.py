@@ -2,7 +2,8 @@
 
 Trainer and source of groups write it as things happen; `rlpost.trainer.history` says what the lines mean. A record of
 a group is with the operating system at once, and on the disk from the next `trained` or `saved` on. What a run did
-after the checkpoint that it is resumed from is voided by a `resumed` record, which says how much that was.
+after the checkpoint that it is resumed from is voided by a `resumed` record, which says how much that was. Every
+checkpoint compacts the file, and holds a copy of it.
 """
 
 import logging

@@ -151,7 +151,7 @@ def test_a_checkpoint_of_another_run_brings_its_ledger(path, tmp_path):
 
 def test_a_copy_of_another_checkpoint_is_refused(path, tmp_path):
     other = Ledger(tmp_path / "other.jsonl")
-    mark = step(other, 1, [0, 1])
+    step(other, 1, [0, 1])
     other.copy(tmp_path / "copy.jsonl")
     with pytest.raises(ValueError, match="copy.jsonl: not the ledger of this checkpoint"):
         Ledger(path).resumed(1, "another", tmp_path / "copy.jsonl")
