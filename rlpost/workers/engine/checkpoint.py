@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -32,13 +34,17 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, updates: 
     """Write weights and optimizer state as sharded safetensors, and this rank's random states as JSON; collective.
 
     Returns the digests of the files that this rank wrote, by their names below `folder`.
+
+    Raises:
+        RuntimeError: on all ranks, what went wrong on one of them, such as a full disk.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state, rank = _state(trainable(model), optimizer), dist.get_rank()
     writer = HuggingFaceStorageWriter(
         str(folder / "shards"), fqn_to_index_mapping=_files_of(state), save_distributed=True
     )
-    dcp.save(state, storage_writer=writer)
+    with _plain_errors(f"save to {folder}"):
+        dcp.save(state, storage_writer=writer)
     progress = {"updates": updates, "has_moments": bool(optimizer.state), "random": random_state()}
     write_synced(folder / f"rank_{rank}.json", json.dumps(progress).encode())
     written = [folder / f"rank_{rank}.json", *folder.glob(f"shards/shard-{rank + 1:05d}-*")]
@@ -54,6 +60,7 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> int:
 
     Raises:
         ValueError: no checkpoint in `folder`.
+        RuntimeError: it does not fit the model, or cannot be read.
     """
     own = folder / f"rank_{dist.get_rank()}.json"
     first = folder / "rank_0.json"
@@ -66,14 +73,23 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> int:
         for parameter in parameters.values():
             step = torch.zeros((), dtype=torch.float32, device=parameter.device)
             optimizer.state[parameter] = {"step": step} | {m: torch.zeros_like(parameter) for m in MOMENTS}
-    dcp.load(
-        _state(parameters, optimizer),
-        storage_reader=HuggingFaceStorageReader(str(folder / "shards"), thread_count=NUM_THREADS),
-    )
+    reader = HuggingFaceStorageReader(str(folder / "shards"), thread_count=NUM_THREADS)
+    with _plain_errors(f"load from {folder}"):
+        dcp.load(_state(parameters, optimizer), storage_reader=reader)
     if own.is_file():
         set_random_state(progress["random"])
     dist.barrier()
     return progress["updates"]
+
+
+@contextmanager
+def _plain_errors(what: str) -> Iterator[None]:
+    """DCP's own error is no `Exception`, and would end the process instead of reaching whoever waits for it."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise RuntimeError(f"rank {rank} failed to {what}: {type(cause).__name__}: {cause}") from cause
 
 
 def _files_of(state: dict[str, Tensor]) -> dict[str, int]:

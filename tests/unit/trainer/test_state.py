@@ -160,6 +160,14 @@ def test_any_damage_to_any_file_is_found_before_anything_is_loaded(data):
             asyncio.run(store.load(folder))
 
 
+def test_other_software_than_that_of_the_checkpoint_is_logged(tmp_path, caplog):
+    folder = save(CheckpointStore(tmp_path, None, {"versions": {"torch": "2", "ray": "1"}}), 1)
+    asyncio.run(CheckpointStore(tmp_path, None, {"versions": {"torch": "2", "ray": "1"}}).load(folder))
+    assert caplog.text == ""
+    asyncio.run(CheckpointStore(tmp_path, None, {"versions": {"torch": "3", "vllm": "1", "ray": "1"}}).load(folder))
+    assert "written with other software: torch 2 -> 3, vllm None -> 1" in caplog.text
+
+
 def test_a_missing_file_is_named(tmp_path):
     store = CheckpointStore(tmp_path, None)
     folder = save(store, 1, write_two)
