@@ -11,6 +11,7 @@ from rlpost.batch import Group, Prompt
 from rlpost.data import PromptStream
 from rlpost.metrics import Metric, Metrics, Reduce, merge
 from rlpost.rewards.config import RewardConfig
+from rlpost.trainer.ledger import Ledger
 from rlpost.trainer.source import RolloutSource, check_rewards, exhausted, rollout_metrics, warn_of_errors
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.group import WorkerGroup
@@ -40,11 +41,13 @@ class ColocatedSource(RolloutSource):
         filter_groups: FilterGroupsConfig,
         reward: RewardConfig,
         sleep: bool,
+        ledger: Ledger | None = None,
     ):
         self._stream, self._algorithm, self._pool = stream, algorithm, pool
         self._trainers, self._sync = trainers, sync
         self._spec, self._n, self._filter = spec, n, filter_groups
         self._reward, self._sleep = reward, sleep
+        self._ledger = ledger or Ledger(None)
         self._engine_awake = not sleep
         self._counts: Counter[str] = Counter()
         self._generated: Metrics = {}
@@ -60,7 +63,10 @@ class ColocatedSource(RolloutSource):
         while len(kept) < n and len(seen) < budget:
             acceptance = max(0.25, len(kept) / len(seen)) if seen else 1.0
             ask = min(math.ceil((n - len(kept)) / acceptance), budget - len(seen))
-            groups = await self._pool.run(self._stream.next(ask), self._n, self._spec)
+            prompts = self._stream.next(ask)
+            self._ledger.issued(prompts)
+            groups = await self._pool.run(prompts, self._n, self._spec)
+            self._ledger.arrived(groups)
             seen += groups
             check_rewards(seen, self._reward)
             self._generated = merge([self._generated, rollout_metrics(groups)])
@@ -69,8 +75,11 @@ class ColocatedSource(RolloutSource):
                 self._counts["kept" if verdict.keep else f"dropped_{verdict.reason}"] += 1
                 if verdict.keep:
                     kept.append(group)
+                else:
+                    self._ledger.dropped([group], verdict.reason)
         warn_of_errors(seen, self._reward.max_error_rate)
         self._counts["surplus"] += max(0, len(kept) - n)
+        self._ledger.dropped(kept[n:], "surplus")
         await self._hand_memory_to_trainer()
         if len(kept) < n and (self._filter.on_exhausted == "error" or not kept):
             raise exhausted(len(kept), n, len(seen), self._counts)

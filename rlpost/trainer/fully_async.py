@@ -17,6 +17,7 @@ from rlpost.metrics import Metric, Metrics, Reduce, merge
 from rlpost.rewards.config import RewardConfig
 from rlpost.trainer.buffer import Blocked, GroupBuffer, Slot
 from rlpost.trainer.idle import IdleMeter
+from rlpost.trainer.ledger import Ledger
 from rlpost.trainer.limits import Limits
 from rlpost.trainer.prompts import PromptQueue
 from rlpost.trainer.source import (
@@ -57,6 +58,7 @@ class AsyncSource(RolloutSource):
         hook: the user's own coroutine, run with `prompts` beside the training; its error ends the run.
         autopilot: asked after each step; see `rlpost.trainer.autopilot`.
         clock: seconds; a simulator has its own.
+        ledger: None: nothing is recorded.
     """
 
     def __init__(
@@ -77,12 +79,14 @@ class AsyncSource(RolloutSource):
         hook: Hook | None = None,
         autopilot: Pilot | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        ledger: Ledger | None = None,
     ):
         self.buffer, self.prompts = buffer, prompts
         self._algorithm, self._pool, self._sync, self._spec, self._n = algorithm, pool, sync, spec, n
         self._filter, self._reward = filter_groups, reward
         self._partial_rollout, self._stop_on_error, self._room = partial_rollout, stop_on_error, room
         self._hook, self._autopilot = hook, autopilot
+        self._ledger = ledger or Ledger(None)
         self._hook_task: asyncio.Task[None] | None = None
         self._started = self._held = False  # held: nothing new is started
         self._offered: int | None = None  # version of the trainer's weights
@@ -119,6 +123,7 @@ class AsyncSource(RolloutSource):
                 kept.append(group)
             else:
                 self.buffer.put_back()
+                self._ledger.dropped([group], verdict.reason)
             if len(seen) % n == 0:  # also while none is kept
                 check_rewards(seen, self._reward)
         self._idle.waiting(False)
@@ -255,6 +260,7 @@ class AsyncSource(RolloutSource):
                 slot = self.buffer.issue(prompt)
             else:
                 break
+            self._ledger.issued([slot.prompt])
             task = asyncio.create_task(self._produce(slot))
             self._running[task] = slot
             task.add_done_callback(self._running.pop)  # also called for one that is cancelled before it begins
@@ -283,6 +289,8 @@ class AsyncSource(RolloutSource):
             self._fail(slot, error)
         else:
             self._failures = 0
+            if not slot.gone:
+                self._ledger.arrived([group])
             self.buffer.put(slot, group)
         self._start_groups()
         self._changed.set()
@@ -294,6 +302,7 @@ class AsyncSource(RolloutSource):
         if stop:
             self._stop(error)
         else:
+            self._ledger.dropped([slot.prompt], "failed")
             logger.warning("group '%s' is dropped: its workflow failed", slot.prompt.id, exc_info=error)
 
     async def _push_weights(self, version: int) -> None:

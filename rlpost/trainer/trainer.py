@@ -1,6 +1,7 @@
 """The only training loop: take, infer, advantages, train, publish."""
 
 import time
+from collections import ChainMap
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from rlpost.metrics import Metric, Metrics, Reduce, Timers, merge, scalars
 from rlpost.trainer.config import TrainerConfig
 from rlpost.trainer.evaluate import Evaluator
 from rlpost.trainer.gate import ParityGate
+from rlpost.trainer.history import LEDGER
+from rlpost.trainer.ledger import Ledger
+from rlpost.trainer.objects import prompts_in
 from rlpost.trainer.parity import ParityError
 from rlpost.trainer.report import Reporter
 from rlpost.trainer.source import RolloutSource
@@ -29,6 +33,7 @@ class Trainer:
         evaluator: validation, or None without validation sets.
         reporter: metrics, tables and rollouts to the trackers and the run folder.
         checkpoints: where to save to and resume from.
+        ledger: what became of every group; the source's own. None: nothing is recorded.
         groups_per_step: `data.train_batch_size`.
         n: samples a prompt.
         total_steps: the step to end at.
@@ -48,10 +53,12 @@ class Trainer:
         groups_per_step: int,
         n: int,
         total_steps: int,
+        ledger: Ledger | None = None,
     ):
         self._cfg, self._algorithm, self._source, self._workers = cfg, algorithm, source, workers
         self._gate, self._evaluator, self._reporter, self._checkpoints = gate, evaluator, reporter, checkpoints
         self._groups_per_step, self._n, self.total_steps = groups_per_step, n, total_steps
+        self._ledger = ledger or Ledger(None)
         self._timers = Timers()
         self.step = 0
         self.stop_requested = False
@@ -94,6 +101,7 @@ class Trainer:
                     trained = await self._workers.train(role, batch, self._algorithm, self.step)
                     metrics = merge([metrics, trained])  # what both roles report, such as memory, is reduced
                 await self._profile("stop_profile", self._reporter.folder / "profile" / f"step_{self.step}")
+            self._ledger.trained(self.step, groups)
             with timers("publish"):
                 metrics |= await self._source.publish(version=self.step)
         self._reporter.rollouts(self.step, groups)
@@ -129,21 +137,27 @@ class Trainer:
             self._reporter.validation(self.step, report, shown)
 
     async def _save(self) -> None:
-        async def write(folder: Path) -> None:
-            await self._workers.call_async("save", folder)
+        state: dict[str, Any] = {"source": self._source.state_dict(), "algorithm": self._algorithm.state_dict()}
+        mark = self._ledger.saved(self.step, held=prompts_in(state["source"]))
+        state |= {"reporter": self._reporter.state_dict(), "ledger": mark}
 
-        state = {"source": self._source.state_dict(), "algorithm": self._algorithm.state_dict()}
-        await self._checkpoints.save(self.step, state | {"reporter": self._reporter.state_dict()}, write)
+        async def write(folder: Path) -> dict[str, str]:
+            self._ledger.copy(folder / LEDGER)
+            return dict(ChainMap(*await self._workers.call_async("save", folder)))
+
+        await self._checkpoints.save(self.step, state, write)
 
     async def _resume(self) -> bool:
         folder = self._checkpoints.find(self._cfg.resume)
         if folder is None:
+            self._ledger.resumed(0)
             return False
-        state = self._checkpoints.read(folder)
+        state = await self._checkpoints.load(folder)
         await self._workers.call_async("load", folder)
         self._source.load_state_dict(state["source"])
         self._algorithm.load_state_dict(state["algorithm"])
         self._reporter.load_state_dict(state["reporter"], state["step"])
+        self._ledger.resumed(state["step"], state["ledger"], folder / LEDGER)
         self.step = state["step"]
         return True
 

@@ -5,10 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from ray.exceptions import ActorDiedError
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
 
 from rlpost.batch import Batch, Provenance
+from rlpost.files import file_digests
 from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, OptimConfig, RefConfig
 from rlpost.workers.group import WorkerGroup
 from rlpost.workers.model import ModelInfo
@@ -102,6 +106,18 @@ def test_group_infers_trains_saves_and_exports(group, model, tmp_path):
     row = batch["token_ids"][5:17]
     log_p = exported(row[None]).logits[0].log_softmax(-1)
     torch.testing.assert_close(log_p[:-1].gather(1, row[1:, None])[:, 0], after[6:17], rtol=1e-5, atol=1e-5)
+
+
+def test_state_of_two_ranks_can_be_read_by_one_and_each_rank_vouches_for_its_files(group, tmp_path):
+    digests = group.call("save", tmp_path / "state")
+    assert all(digests) and not set(digests[0]) & set(digests[1])
+    files = [str(file.relative_to(tmp_path / "state")) for file in tmp_path.rglob("*") if file.is_file()]
+    assert file_digests(tmp_path / "state", files) == digests[0] | digests[1]
+    group.call("export_hf", tmp_path / "hf")
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    state = {f"model.model.{name}": torch.zeros_like(weight) for name, weight in weights.items()}
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(tmp_path / "state/actor/shards")), no_dist=True)
+    assert all(torch.equal(state[f"model.model.{name}"], weight) for name, weight in weights.items())
 
 
 def test_profile_writes_a_trace_of_each_rank(group, tmp_path):

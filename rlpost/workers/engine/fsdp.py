@@ -222,9 +222,9 @@ class FSDPEngine(TrainEngine):
         platform().synchronize()
         platform().empty_cache()
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> dict[str, str]:
         """See `TrainEngine.save`."""
-        checkpoint.save(folder, self.model, self.optimizer, self.updates)
+        return checkpoint.save(folder, self.model, self.optimizer, self.updates)
 
     def load(self, folder: Path) -> None:
         """See `TrainEngine.load`."""
