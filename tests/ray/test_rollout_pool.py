@@ -37,7 +37,7 @@ def make_pool(
     info: ModelInfo, *, replicas: int = 1, seed: int = 1, reward: RewardConfig = LENGTH, **changes
 ) -> RolloutPool:
     return RolloutPool(
-        RolloutConfig(**({"name": "hf", "dtype": "float32", "num_workers": 2} | changes)),
+        RolloutConfig(**({"name": "hf", "dtype": "float32", "num_workers": 2, "health_interval_s": 0.2} | changes)),
         info,
         reward,
         Placement(num_ranks=1, num_replicas=replicas, tensor_parallel=1, platform=platform()),
