@@ -9,8 +9,9 @@ from ray.actor import ActorHandle
 
 from rlpost.batch import Prompt, Trajectory
 from rlpost.workers.config import RolloutConfig
+from rlpost.workers.remote import is_death, own, unwrap
 from rlpost.workers.rollout.base import SamplingSpec
-from rlpost.workers.rollout.liveness import LOST, Actors, is_death, own, unwrap, within
+from rlpost.workers.rollout.liveness import LOST, Actors, within
 
 logger = logging.getLogger(__name__)
 

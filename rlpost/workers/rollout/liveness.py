@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import psutil
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rlpost.workers.remote import own
 from rlpost.workers.rollout.base import EngineLost
 from rlpost.workers.rollout.processes import end
 
@@ -89,26 +90,6 @@ async def within(limit_s: float, answer: Awaitable[T], who: str, what: str) -> T
     finally:
         task.cancel()
     raise NoAnswer(f"{who} did not answer {what} within {limit_s:g} s")
-
-
-async def own(reference: Awaitable[Any]) -> Any:
-    """Await a Ray reference; its error is the remote one."""
-    try:
-        return await reference
-    except Exception as error:
-        raise unwrap(error) from None
-
-
-def unwrap(error: BaseException) -> BaseException:
-    """The remote error itself, without the layers that Ray puts around it."""
-    while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
-        error = error.cause
-    return error
-
-
-def is_death(error: BaseException) -> bool:
-    """Whether the actor that was called is gone, rather than one that it called in turn."""
-    return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
 
 
 class Actors:

@@ -16,9 +16,10 @@ from rlpost.rewards.model import RewardModel
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.placement import Placement
+from rlpost.workers.remote import own
 from rlpost.workers.rollout.base import EngineLost, SamplingSpec
 from rlpost.workers.rollout.crew import Crew, Lost
-from rlpost.workers.rollout.liveness import LOST, Actors, NoAnswer, own, within
+from rlpost.workers.rollout.liveness import LOST, Actors, NoAnswer, within
 from rlpost.workers.rollout.setup import engine_setup
 from rlpost.workers.rollout.worker import RolloutWorker, WorkflowWorker
 
@@ -331,28 +332,33 @@ class RolloutPool:
         return worker
 
     async def _watch_engine(self, replica: int, engine: ActorHandle) -> None:
-        """Ask a replica from time to time whether it is there, until it is not.
+        """Ask a replica from time to time whether it is there, until it is not."""
+        while self.live.get(replica) == engine:
+            await asyncio.sleep(self.cfg.health_interval_s)
+            await self._ping(replica, engine)
+
+    async def _ping(self, replica: int, engine: ActorHandle) -> None:
+        """Exclude a replica that is not there.
 
         Not while a call waits for it, which has a limit of its own: a weight update may hold an engine for long.
         """
-        while self.live.get(replica) == engine:
-            await asyncio.sleep(self.cfg.health_interval_s)
-            begun = self._begun[replica]
-            if begun > self._ended[replica]:
-                continue
-            ping = own(engine.call.remote("ping"))
-            try:
-                await within(self.cfg.answer_timeout_s, ping, f"rollout replica {replica}", "a ping")
-            except NoAnswer as error:
-                if begun == self._begun[replica]:
-                    await self.exclude(replica, engine, error)
-            except Exception as error:  # what it says is wrong, or Ray
+        begun = self._begun[replica]
+        if begun > self._ended[replica]:
+            return
+        ping = own(engine.call.remote("ping"))
+        try:
+            await within(self.cfg.answer_timeout_s, ping, f"rollout replica {replica}", "a ping")
+        except NoAnswer as error:
+            if begun == self._begun[replica]:
                 await self.exclude(replica, engine, error)
+        except Exception as error:  # what it says is wrong, or Ray
+            await self.exclude(replica, engine, error)
 
     async def _hear(self, lost: Lost) -> None:
-        """What a workflow worker says about engines."""
+        """What a workflow worker says about engines; their own errors tell more."""
         for replica, engine in self.live.items():
             for reason in (reason for other, reason in lost if other == engine):
+                await self._ping(replica, engine)
                 await self.exclude(replica, engine, EngineLost(reason))
 
     async def shutdown(self) -> None:

@@ -18,8 +18,9 @@ from rlpost.rewards.config import RewardConfig
 from rlpost.rewards.scorer import RewardScorer
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
+from rlpost.workers.remote import unwrap
 from rlpost.workers.rollout.base import ENGINES, Completion, EngineLost, SamplingSpec, request_seed
-from rlpost.workers.rollout.liveness import LOST, Processes, unwrap
+from rlpost.workers.rollout.liveness import LOST, Processes
 from rlpost.workers.rollout.workflow import get_workflow
 
 MOMENT_S = 0.005  # answers that come within it travel together
