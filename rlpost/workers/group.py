@@ -80,7 +80,7 @@ class WorkerGroup:
         if on_start is not None:
             on_start(group)
         try:
-            address = ray.get(workers[0].rendezvous.remote())
+            (address,) = _wait("rendezvous", [workers[0].rendezvous.remote()])
             group.call("connect", address, collective_timeout_s)
             group.call("build", setup)
         except BaseException:
@@ -144,15 +144,7 @@ class WorkerGroup:
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a `ModelWorker` method on all ranks and wait; results by rank."""
-        references = [getattr(worker, method).remote(*args) for worker in self._workers]
-        waiting = references
-        while waiting:
-            done, waiting = ray.wait(waiting)
-            if _error(done[0]) is not None:
-                ray.wait(references, num_returns=len(references), timeout=GRACE_S)
-                ended, _ = ray.wait(references, num_returns=len(references), timeout=0)
-                _raise(method, {references.index(reference): _error(reference) for reference in ended})
-        return ray.get(references)
+        return _wait(method, [getattr(worker, method).remote(*args) for worker in self._workers])
 
     async def call_async(self, method: str, *args: Any) -> list[Any]:
         """As `call`, awaitable."""
@@ -197,6 +189,17 @@ class RoleView:
     async def train(self, batch: Batch, objective: Any, step: int = 0) -> Metrics:
         """See `WorkerGroup.train`."""
         return await self._group.train(self.name, batch, objective, step)
+
+
+def _wait(method: str, references: list[Any]) -> list[Any]:
+    """Results of one call for each rank."""
+    waiting = references
+    while waiting:
+        done, waiting = ray.wait(waiting)
+        if _error(done[0]) is not None:
+            ended, _ = ray.wait(references, num_returns=len(references), timeout=GRACE_S)
+            _raise(method, {references.index(reference): _error(reference) for reference in ended})
+    return ray.get(references)
 
 
 def _error(reference: Any) -> BaseException | None:

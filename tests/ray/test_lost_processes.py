@@ -1,4 +1,4 @@
-"""Processes of rollout that die or hang are started anew: by real sources over real pools, with trainers played here."""
+"""Processes of rollout that die or hang are started anew: real sources and pools, with trainers played here."""
 
 import asyncio
 import signal
@@ -141,7 +141,7 @@ def tokens(groups: list[Group]) -> list[tuple[str, list[list[int]]]]:
 
 
 def check(groups: list[Group], trainers: Trainers, version: int, first: int) -> None:
-    """All groups of a step, complete and once, of `version` and by the trainer's weights: the parity gate would pass."""
+    """All groups of a step, complete and once, of `version` and by the trainer's weights, as the parity gate wants."""
     assert [group.index for group in groups] == list(range(first, first + G))
     for group in groups:
         assert [len(t.response_ids) for t in group.trajectories] == [30] * N
