@@ -223,6 +223,22 @@ async def check_abort(engine: RolloutEngine) -> None:
         assert len(completion.token_ids) == len(completion.logprobs) < LONG
 
 
+async def check_ping(engine: RolloutEngine) -> None:
+    """An engine at work, paused or asleep answers."""
+    long = spec(max_tokens=LONG, stop=())
+    request = asyncio.ensure_future(engine.generate(PROMPTS[0], long, seed=0, request_id="ping", n=MANY))
+    await asyncio.sleep(0.1)
+    await engine.ping()
+    assert not request.done(), "it answered when it had nothing else to do"
+    await engine.pause(keep=False)
+    await request
+    await engine.ping()
+    await engine.resume()
+    await engine.sleep()
+    await engine.ping()
+    await engine.wake()
+
+
 async def check_too_long(engine: RolloutEngine) -> None:
     try:
         await engine.generate([3] * MAX_MODEL_LEN, spec(), seed=0, request_id="long")

@@ -1,12 +1,13 @@
 """`WorkerGroup` as the loop and as a researcher use it: two CPU ranks under Ray."""
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ray.exceptions import ActorDiedError
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from rlpost.batch import Batch, Provenance
 from rlpost.files import file_digests
 from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, OptimConfig, RefConfig
-from rlpost.workers.group import WorkerGroup
+from rlpost.workers.group import RankDied, WorkerGroup
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.model_worker import OutOfDeviceMemory
 from rlpost.workers.placement import Placement, Pools
@@ -155,6 +156,24 @@ def test_error_of_one_rank_reaches_the_driver_as_it_is(model):
     group.shutdown()
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_rank_whose_process_is_killed_is_named(model, num_ranks):
+    """Rank 0 fails as well, and sooner: its collective has lost a member."""
+    group = create(model, num_ranks=num_ranks)
+    victim = num_ranks - 1
+
+    def kill(micro, output):
+        if num_ranks == 1 or torch.distributed.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return output.logprobs.sum(), {}
+
+    with pytest.raises(RankDied, match=f"^trainer rank {victim} died in 'train': (.|\n)*trainer.resume=auto"):
+        asyncio.run(group.train("actor", _batch(), kill))
+    with pytest.raises(RankDied, match=f"^trainer rank {victim} died in 'place'"):
+        group.call("place")
+    group.shutdown()
+
+
 def test_out_of_memory_inside_a_loss_reaches_the_driver_with_what_to_lower(model):
     def too_large(micro, output):
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
@@ -176,7 +195,7 @@ def test_on_start_gets_the_group_early_enough_to_end_it_while_it_loads(model):
         sizes.append(group.num_ranks)
         group.shutdown()
 
-    with pytest.raises(ActorDiedError):
+    with pytest.raises(RankDied, match="rank 0 died in 'rendezvous'"):
         create(model, num_ranks=2, on_start=end)
     assert sizes == [2]
 

@@ -62,6 +62,7 @@ _OFFERED = (
     "sglang.srt.managers.tokenizer_manager:TokenizerManager.abort_request",
     "sglang.srt.managers.tokenizer_manager:TokenizerManager.auto_create_handle_loop",
     "sglang.srt.managers.tokenizer_manager:TokenizerManager.flush_cache",
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager.get_internal_state",
     "sglang.srt.managers.tokenizer_manager:TokenizerManager.release_memory_occupation",
     "sglang.srt.managers.tokenizer_manager:TokenizerManager.update_weights_from_tensor",
     "sglang.srt.server_args:ServerArgs.custom_sigquit_handler",
@@ -136,6 +137,10 @@ class SGLangEngine(ServedEngine):
     async def device_uuids(self) -> list[str]:
         """See `RolloutEngine.device_uuids`."""
         return [platform().device_uuid(rank) for rank in range(self._cfg.tensor_model_parallel_size)]
+
+    async def ping(self) -> None:
+        """See `RolloutEngine.ping`."""
+        await self._call(self._manager.get_internal_state())
 
     async def shutdown(self) -> None:
         """See `RolloutEngine.shutdown`. SGLang's own would kill every child of this process."""

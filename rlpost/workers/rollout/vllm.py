@@ -52,6 +52,7 @@ _OFFERED = (
     "vllm.v1.engine.async_llm:AsyncLLM.start_weight_update",
     "vllm.v1.engine.async_llm:AsyncLLM.update_weights",
     "vllm.v1.engine.async_llm:AsyncLLM.finish_weight_update",
+    "vllm.v1.engine.async_llm:AsyncLLM.is_sleeping",
     "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory.register_engine",
     "vllm.engine.arg_utils:AsyncEngineArgs.worker_extension_cls",
     "vllm.engine.arg_utils:AsyncEngineArgs.logprobs_mode",
@@ -114,6 +115,10 @@ class VLLMEngine(ServedEngine):
     async def device_uuids(self) -> list[str]:
         """See `RolloutEngine.device_uuids`."""
         return list(await self._call(self._llm.collective_rpc("rlpost_device_uuid")))
+
+    async def ping(self) -> None:
+        """See `RolloutEngine.ping`. vLLM's `check_health` asks no process."""
+        await self._call(self._llm.is_sleeping())
 
     async def shutdown(self) -> None:
         """See `RolloutEngine.shutdown`."""
