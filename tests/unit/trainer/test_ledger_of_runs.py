@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import AlgoConfig, FilterGroupsConfig
+from rlpost.rewards.config import RewardConfig
 from rlpost.tools.simulation.clock import run_virtual
 from rlpost.trainer.colocated import ColocatedSource
 from rlpost.trainer.history import History
@@ -49,7 +50,7 @@ def colocated(ledger):
         spec=SPEC,
         n=2,
         filter_groups=filtering,
-        max_error_rate=0.5,
+        reward=RewardConfig(),
         sleep=False,
         ledger=ledger,
     )
