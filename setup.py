@@ -25,6 +25,7 @@ CORE = [
     "tokenizers>=0.22,<0.24",
     "torch>=2.11,<2.14",
     "transformers>=5.6,<5.20",
+    "xxhash>=3.5,<5",
 ]
 
 EXTRAS = {

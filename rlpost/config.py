@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rlpost.algos.config import AlgoConfig
 from rlpost.data_config import DataConfig
 from rlpost.problems import collecting, refuse
+from rlpost.redact import redact_text
 from rlpost.registry import near
 from rlpost.rewards.config import RewardConfig
 from rlpost.rules import cross
@@ -79,8 +80,8 @@ def register() -> None:
 
 
 def folder_name(text: str, max_length: int = 100) -> str:
-    """`text` fit for the name of one folder: overrides hold slashes, and a file name has its limit (255 bytes)."""
-    return re.sub(r"[^\w.,=+-]+", "_", text)[:max_length]
+    """`text`, without secrets, fit for the name of one folder: overrides hold slashes; a name has its limit."""
+    return re.sub(r"[^\w.,=+-]+", "_", redact_text(text))[:max_length]
 
 
 def to_object(cfg: DictConfig) -> Config:

@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from rlpost.config import CONFIG_DIR, Config, register, to_object
 from rlpost.overrides import check_overrides, check_stated
+from rlpost.redact import redact_files
 
 FAILED, CONFIG_ERROR, INTERRUPTED = 1, 2, 130
 VALUE_FLAGS = {"--cfg", "-c", "--package", "-p", "--info", "-i"}  # the next word is theirs, not an override
@@ -57,6 +58,7 @@ def launch(execute: Execute) -> None:
     @hydra.main(config_path=str(CONFIG_DIR), config_name="config", version_base="1.3")
     def job(cfg: DictConfig) -> None:
         hydra_cfg = HydraConfig.get()
+        redact_files(_saved_by_hydra(hydra_cfg))
         status = run(cfg, Path(hydra_cfg.runtime.output_dir), execute, hydra_cfg)
         if status and hydra_cfg.mode == RunMode.MULTIRUN:  # Hydra goes on with the rest, then exits non-zero
             if status == INTERRUPTED:
@@ -70,6 +72,15 @@ def launch(execute: Execute) -> None:
         job()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def _saved_by_hydra(cfg: HydraConf) -> list[Path]:
+    """The config and the command line, as Hydra keeps them."""
+    folder = Path(cfg.runtime.output_dir)
+    names = ("config", "overrides", "hydra")
+    return [folder / (cfg.output_subdir or "") / f"{name}.yaml" for name in names] + [
+        Path(cfg.sweep.dir) / "multirun.yaml"
+    ]
 
 
 def run(cfg: DictConfig, run_dir: Path, execute: Execute, hydra_cfg: HydraConf | None = None) -> int:

@@ -46,8 +46,11 @@ def model_info(folder: Path, vocab_size: int | None = None) -> ModelInfo:
 
 
 @contextmanager
-def local_ray(*paths: Path, num_cpus: int = 4, num_gpus: int = 0) -> Iterator[None]:
-    """A Ray of one's own, whose processes import what the tests import, and what lies in `paths`."""
+def local_ray(*paths: Path, num_cpus: int = 4, num_gpus: int = 0, setup: str | None = None) -> Iterator[None]:
+    """A Ray of one's own, whose processes import what the tests import, and what lies in `paths`.
+
+    `setup` is the dotted path of a function that each of them runs first.
+    """
     env = RAY_ENV | {"PYTHONPATH": ":".join(map(str, (ROOT, *paths))), "OMP_NUM_THREADS": "1"}
     ray.init(
         address="local",
@@ -55,7 +58,7 @@ def local_ray(*paths: Path, num_cpus: int = 4, num_gpus: int = 0) -> Iterator[No
         num_gpus=num_gpus,
         include_dashboard=False,
         log_to_driver=False,
-        runtime_env={"env_vars": env},
+        runtime_env={"env_vars": env} | ({"worker_process_setup_hook": setup} if setup else {}),
     )
     try:
         yield

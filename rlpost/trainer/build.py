@@ -17,14 +17,18 @@ from transformers import PreTrainedTokenizerBase
 from rlpost.algos.algorithm import Algorithm
 from rlpost.config import Config
 from rlpost.data import PromptStream, load_val_sets
+from rlpost.files import below
 from rlpost.platform import RAY_ENV, adopt_visibility, cpu_count, exported, platform
 from rlpost.rewards.model import RewardModel
 from rlpost.rewards.scorer import RewardScorer
 from rlpost.tracking.tracking import Tracking
+from rlpost.trainer.about import about
 from rlpost.trainer.config import AsyncTrainerConfig, ClusterConfig
 from rlpost.trainer.evaluate import Evaluator
 from rlpost.trainer.fit import check_fit
 from rlpost.trainer.gate import ParityGate, Repair
+from rlpost.trainer.history import LEDGER
+from rlpost.trainer.ledger import Ledger
 from rlpost.trainer.repair import AiterRepair
 from rlpost.trainer.replay import ReplayStore, describe
 from rlpost.trainer.report import Reporter
@@ -249,19 +253,24 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
     steps_per_epoch = max(1, len(stream) // cfg.data.train_batch_size)
     total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * steps_per_epoch
     algorithm = build_algorithm(cfg)
-    checkpoints = CheckpointStore(run_dir / "checkpoints", cfg.trainer.max_ckpt_to_keep)
+    rollouts = cfg.trainer.rollout_data_dir
+    rollout_dir = below(run_dir, rollouts, "trainer.rollout_data_dir") if rollouts else None
+    described = about(cfg)
+    checkpoints = CheckpointStore(run_dir / "checkpoints", cfg.trainer.max_ckpt_to_keep, described)
     check_resume(checkpoints, cfg.trainer.resume, total_steps)
+    ledger = Ledger(run_dir / LEDGER)
+    stack.callback(ledger.close)
 
     reporter = Reporter(
-        Tracking.build(cfg.tracking, run_dir, dataclasses.asdict(cfg), total_steps),
+        Tracking.build(cfg.tracking, run_dir, described["config"], total_steps),
         run_dir,
         decode=facts.decode,
-        rollout_dir=Path(cfg.trainer.rollout_data_dir) if cfg.trainer.rollout_data_dir else None,
+        rollout_dir=rollout_dir,
     )
     stack.callback(reporter.close)
     stack.callback(start_ray(cfg.cluster))
     pool, workers = await start_processes(cfg, facts, total_steps, takes_turns(cfg), stack)
-    source = build_source(cfg, facts.spec, stream, algorithm, pool, workers, stack)
+    source = build_source(cfg, facts.spec, stream, algorithm, pool, workers, stack, ledger)
     trainer = Trainer(
         cfg.trainer,
         algorithm=algorithm,
@@ -284,6 +293,7 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
         groups_per_step=cfg.data.train_batch_size,
         n=cfg.rollout.n,
         total_steps=total_steps,
+        ledger=ledger,
     )
     return trainer, reporter
 

@@ -22,7 +22,7 @@ class TrainerConfig:
     export_hf: bool = True  # write a Hugging Face checkpoint at the end
     resume: str = "auto"  # auto, never, or the path of a checkpoint folder
     log_val_generations: int = 3  # sampled answers shown at each validation
-    rollout_data_dir: str | None = None  # every rollout as JSONL, one file a step
+    rollout_data_dir: str | None = None  # every rollout as JSONL, one file a step; relative: below the run folder
     logprob_diff_limit: float | None = None  # null: 1e-3 in float32, 0.05 below; mean over a step's tokens, nats
     parity_probe_size: int = 16  # sequences of the probe where old logprobs are not recomputed
     parity_probe_freq: int = 10  # steps without a token of the trainer's own version (async) before it is used again

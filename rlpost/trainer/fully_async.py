@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from rlpost.metrics import Metric, Metrics, Reduce, merge
 from rlpost.rewards.config import RewardConfig
 from rlpost.trainer.buffer import Blocked, GroupBuffer, Slot
 from rlpost.trainer.idle import IdleMeter
+from rlpost.trainer.ledger import Ledger
 from rlpost.trainer.limits import Limits
 from rlpost.trainer.prompts import PromptQueue
 from rlpost.trainer.source import (
@@ -27,8 +28,9 @@ from rlpost.trainer.source import (
     rollout_metrics,
     warn_of_errors,
 )
+from rlpost.trainer.waiting import either, end_tasks
 from rlpost.workers.config import RolloutConfig
-from rlpost.workers.rollout.base import SamplingSpec
+from rlpost.workers.rollout.base import EngineLost, SamplingSpec
 from rlpost.workers.rollout.pool import RolloutPool
 from rlpost.workers.weight_sync.base import WeightSync
 
@@ -48,6 +50,9 @@ class AsyncSource(RolloutSource):
     Groups are started whenever something changes that may allow it (one finished, was taken, or weights were synced);
     there is no loop that could miss it. The first `take` starts rollout.
 
+    Engines that were lost are started anew beside all this, and get work with the next push. `take` and whatever else
+    waits for the engines pushes at once, since the trainer has nothing else to do: there may be no engine left.
+
     Args:
         buffer: order, capacity and staleness.
         prompts: what is issued.
@@ -57,6 +62,7 @@ class AsyncSource(RolloutSource):
         hook: the user's own coroutine, run with `prompts` beside the training; its error ends the run.
         autopilot: asked after each step; see `rlpost.trainer.autopilot`.
         clock: seconds; a simulator has its own.
+        ledger: None: nothing is recorded.
     """
 
     def __init__(
@@ -77,17 +83,23 @@ class AsyncSource(RolloutSource):
         hook: Hook | None = None,
         autopilot: Pilot | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        ledger: Ledger | None = None,
     ):
         self.buffer, self.prompts = buffer, prompts
         self._algorithm, self._pool, self._sync, self._spec, self._n = algorithm, pool, sync, spec, n
         self._filter, self._reward = filter_groups, reward
         self._partial_rollout, self._stop_on_error, self._room = partial_rollout, stop_on_error, room
         self._hook, self._autopilot = hook, autopilot
+        self._ledger = ledger or Ledger(None)
         self._hook_task: asyncio.Task[None] | None = None
         self._started = self._held = False  # held: nothing new is started
         self._offered: int | None = None  # version of the trainer's weights
         self._pushed: int | None = None  # version of the engines' weights; None: the checkpoint's
         self._push: asyncio.Task[None] | None = None  # the last one; it may have ended
+        self._rebuilding: asyncio.Task[None] | None = None  # the same
+        self._newcomers = False  # engines that were started anew wait for weights
+        self._stranded = asyncio.Event()  # no engine is there
+        pool.on_loss = self._note_loss
         self._running: dict[asyncio.Task[None], Slot] = {}
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
@@ -119,6 +131,7 @@ class AsyncSource(RolloutSource):
                 kept.append(group)
             else:
                 self.buffer.put_back()
+                self._ledger.dropped([group], verdict.reason)
             if len(seen) % n == 0:  # also while none is kept
                 check_rewards(seen, self._reward)
         self._idle.waiting(False)
@@ -153,19 +166,21 @@ class AsyncSource(RolloutSource):
     async def evaluate(self, prompts: Sequence[Prompt], n: int, spec: SamplingSpec) -> list[Group]:
         """See `RolloutSource.evaluate`. Training's own groups go on beside it; a sync that was not due comes first."""
         await self._catch_up()
-        return await self._pool.run(prompts, n, spec)
+        return await self._generate(prompts, n, spec)
 
     async def probe(self, num_sequences: int) -> list[Group]:
         """See `RolloutSource.probe`. A sync that was not due comes first."""
         await self._catch_up()
         prompts = self.prompts.peek(-(-num_sequences // self._n))
-        return await self._pool.run(prompts, self._n, self._spec.with_all_logprobs())
+        return await self._generate(prompts, self._n, self._spec.with_all_logprobs())
 
     async def restart_engines(self, cfg: RolloutConfig) -> None:
         """See `RolloutSource.restart_engines`. What runs is cut off, to be run again."""
         await self._synced()
+        await end_tasks([self._rebuilding])
+        self._newcomers = False
         self._held = True  # until weights are pushed again
-        await _end(self._running)
+        await end_tasks(self._running)
         self.buffer.rerun()
         await self._pool.restart(cfg)
         self._pushed = None
@@ -207,8 +222,7 @@ class AsyncSource(RolloutSource):
 
     async def close(self) -> None:
         """End what runs."""
-        others = [task for task in (self._push, self._hook_task) if task is not None]
-        await _end([*self._running, *others])
+        await end_tasks([*self._running, self._push, self._hook_task, self._rebuilding])
 
     def _start(self) -> None:
         if self._started:
@@ -239,6 +253,9 @@ class AsyncSource(RolloutSource):
                 raise self._error
             if group is not None:
                 return group
+            if self._newcomers:
+                await self._catch_up()
+                continue
             if not self.buffer.slots and self.buffer.blocked() is None:
                 raise PromptsExhausted(
                     f"the prompts ended: step {self.buffer.step} needs {missing} more groups. Lower "
@@ -255,6 +272,7 @@ class AsyncSource(RolloutSource):
                 slot = self.buffer.issue(prompt)
             else:
                 break
+            self._ledger.issued([slot.prompt])
             task = asyncio.create_task(self._produce(slot))
             self._running[task] = slot
             task.add_done_callback(self._running.pop)  # also called for one that is cancelled before it begins
@@ -283,6 +301,8 @@ class AsyncSource(RolloutSource):
             self._fail(slot, error)
         else:
             self._failures = 0
+            if not slot.gone:
+                self._ledger.arrived([group])
             self.buffer.put(slot, group)
         self._start_groups()
         self._changed.set()
@@ -294,16 +314,17 @@ class AsyncSource(RolloutSource):
         if stop:
             self._stop(error)
         else:
+            self._ledger.dropped([slot.prompt], "failed")
             logger.warning("group '%s' is dropped: its workflow failed", slot.prompt.id, exc_info=error)
 
     async def _push_weights(self, version: int) -> None:
         """Hold or drain rollout, push, and go on."""
         self._held = True
         self._note_state()
-        if not self._partial_rollout:
-            await asyncio.gather(*self._running, return_exceptions=True)
+        if not self._partial_rollout and version != self._pushed:
+            await either(asyncio.gather(*self._running, return_exceptions=True), self._stranded.wait())
         await self._pool.pause(keep=True)  # also what was cut off and may still run somewhere
-        self._reports.append(await self._sync.push(version))
+        self._reports.append(await self._push_to_engines(version))
         await self._pool.resume()
         self._pushed = version
         cut_off = self.buffer.publish(version)
@@ -314,6 +335,47 @@ class AsyncSource(RolloutSource):
         self._held = False  # not before: an abort would also meet its prompt's new group
         self._start_groups()
 
+    async def _push_to_engines(self, version: int) -> Metrics:
+        """Push to all that are there, once there are any."""
+        while True:
+            if self._newcomers:
+                self._newcomers = False
+                self._pool.join()
+                self._stranded.clear()
+            try:
+                return await self._sync.push(version)
+            except EngineLost:
+                if not self._stranded.is_set() or self._rebuilding is None:
+                    raise
+            await asyncio.wait({self._rebuilding})
+            if self._error is not None:
+                raise self._error
+
+    def _note_loss(self) -> None:
+        if not self._pool.live:
+            self._stranded.set()
+        if self._rebuilding is None or self._rebuilding.done():
+            self._rebuilding = asyncio.create_task(self._rebuild())
+
+    async def _rebuild(self) -> None:
+        try:
+            self._newcomers |= await self._pool.rebuild()
+        except Exception as error:  # of the last engine: a process edge
+            self._stop(error)
+        self._changed.set()
+
+    async def _generate(self, prompts: Sequence[Prompt], n: int, spec: SamplingSpec) -> list[Group]:
+        """Groups of `prompts`, now."""
+        groups = asyncio.create_task(self._pool.run(prompts, n, spec))
+        groups.add_done_callback(lambda _: self._changed.set())
+        try:
+            while not groups.done():
+                self._changed.clear()
+                await (self._catch_up() if self._newcomers else self._changed.wait())
+            return groups.result()
+        finally:
+            await end_tasks([groups])
+
     async def _synced(self) -> None:
         """Wait for the end of a push that is under way. One that failed raises again, whoever asks."""
         if self._push is not None:
@@ -322,21 +384,13 @@ class AsyncSource(RolloutSource):
     async def _catch_up(self, lag: int = 0) -> None:
         """See that the engines are at most `lag` versions behind the trainer."""
         await self._synced()
-        if self._offered is not None and self._behind() > lag:
+        if self._offered is not None and (self._newcomers or self._behind() > lag):
             self._push = asyncio.create_task(self._push_weights(self._offered))
             await self._synced()
 
     def _behind(self) -> float:
         """Versions that the engines are behind the trainer."""
         return math.inf if self._offered is None or self._pushed is None else self._offered - self._pushed
-
-
-async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel `tasks` and wait for their end."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def staleness_metrics(groups: Sequence[Group], version: int) -> Metrics:

@@ -1,6 +1,6 @@
 """Replay bundles: one training step as files, enough to run it again elsewhere (`python -m rlpost.tools.replay`).
 
-`<run folder>/replay/<name>/`: `bundle.json` (what happened, config sections, seeds, recorded metrics), written last;
+`<run folder>/replay/<name>/`: `bundle.json` (what happened, config, versions, seeds, recorded metrics), written last;
 `batch.safetensors` (every column of the step's batch); `weights/` (what a checkpoint holds of the trained roles: their
 weights, optimizer and random states, as they were when the step, or the update that failed, began).
 """
@@ -21,6 +21,7 @@ from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import AlgoConfig
 from rlpost.batch import Batch
 from rlpost.config import Config
+from rlpost.trainer.about import about
 from rlpost.trainer.nonfinite import Fault
 from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, RefConfig
 from rlpost.workers.model import ModelInfo, ModelShape
@@ -28,7 +29,7 @@ from rlpost.workers.model_worker import WorkerSetup
 
 BUNDLE, BATCH, WEIGHTS = "bundle.json", "batch.safetensors", "weights"
 FORMAT = 1
-# what a step depends on; none of them holds a secret
+# of the config, what a step depends on
 SECTIONS: dict[str, type] = {
     "algo": AlgoConfig,
     "model": ModelConfig,
@@ -41,14 +42,13 @@ Save = Callable[[Path], Awaitable[Any]]
 
 
 def describe(cfg: Config, model: ModelInfo, updates_per_step: int, total_updates: Mapping[str, int]) -> dict[str, Any]:
-    """What all bundles of a run say; paths of models must be local folders by now."""
+    """What all bundles of a run say, without secrets; paths of models must be local folders by now."""
     return {
-        "config": {name: dataclasses.asdict(getattr(cfg, name)) for name in SECTIONS},
+        **about(cfg),
         "model": dataclasses.asdict(model),
         "temperature": cfg.rollout.temperature,
         "total_updates": dict(total_updates),
         "seed": cfg.seed,
-        "versions": {"torch": torch.__version__},
         "algorithm": {
             "updates_per_step": updates_per_step,
             "max_response_length": cfg.data.max_response_length,

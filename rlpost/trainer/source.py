@@ -103,7 +103,10 @@ def rollout_metrics(groups: Sequence[Group]) -> Metrics:
 
 
 class RolloutSource(ABC):
-    """Delivers scored groups in the order of issue and takes new weights."""
+    """Delivers scored groups in the order of issue and takes new weights.
+
+    It tells a `Ledger` of every group that it begins, gets back or drops.
+    """
 
     @abstractmethod
     async def take(self, n: int) -> list[Group]:

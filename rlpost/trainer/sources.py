@@ -14,6 +14,8 @@ from rlpost.trainer.buffer import GroupBuffer
 from rlpost.trainer.colocated import ColocatedSource
 from rlpost.trainer.config import AsyncTrainerConfig
 from rlpost.trainer.fully_async import AsyncSource
+from rlpost.trainer.ledger import Ledger
+from rlpost.trainer.objects import Packer
 from rlpost.trainer.prompts import PromptQueue, Sampler
 from rlpost.trainer.source import RolloutSource
 from rlpost.workers.group import WorkerGroup
@@ -65,11 +67,12 @@ def build_source(
     pool: RolloutPool,
     workers: WorkerGroup,
     stack: AsyncExitStack,
+    ledger: Ledger,
 ) -> RolloutSource:
     """What generates and publishes, as `trainer` says; `stack` receives what must be closed."""
     if not isinstance(cfg.trainer, AsyncTrainerConfig):
-        return colocated_source(cfg, spec, stream, algorithm, pool, workers)
-    source = async_source(cfg, cfg.trainer, spec, stream, algorithm, pool, workers)
+        return colocated_source(cfg, spec, stream, algorithm, pool, workers, ledger)
+    source = async_source(cfg, cfg.trainer, spec, stream, algorithm, pool, workers, ledger)
     stack.push_async_callback(source.close)
     return source
 
@@ -81,6 +84,7 @@ def colocated_source(
     algorithm: Algorithm,
     pool: RolloutPool,
     workers: WorkerGroup,
+    ledger: Ledger | None = None,
 ) -> ColocatedSource:
     """Rollout and training in turn. Engines that sleep meanwhile are handed over asleep."""
     return ColocatedSource(
@@ -94,6 +98,7 @@ def colocated_source(
         filter_groups=cfg.algo.filter_groups,
         reward=cfg.reward,
         sleep=takes_turns(cfg),
+        ledger=ledger,
     )
 
 
@@ -105,13 +110,21 @@ def async_source(
     algorithm: Algorithm,
     pool: RolloutPool,
     workers: WorkerGroup,
+    ledger: Ledger | None = None,
 ) -> AsyncSource:
-    """Rollout and training at once."""
+    """Rollout and training at once.
+
+    Raises:
+        ValueError: prompts that a checkpoint cannot hold, as far as the first one tells.
+    """
     sampler, hook = check_callables(trainer)
     buffer, where = GroupBuffer(trainer.limits(cfg.data.train_batch_size)), pools(cfg)
+    prompts = PromptQueue(stream, sampler, trainer.sampler_window if sampler else 1)
+    for prompt in prompts.peek(1):  # now, rather than at the first checkpoint with groups in flight
+        Packer().pack(prompt)
     return AsyncSource(
         buffer=buffer,
-        prompts=PromptQueue(stream, sampler, trainer.sampler_window if sampler else 1),
+        prompts=prompts,
         algorithm=algorithm,
         pool=pool,
         sync=make_weight_sync(workers, pool, disjoint=not trainer.share_gpus),
@@ -126,4 +139,5 @@ def async_source(
         autopilot=Autopilot(
             buffer.limits, rollout_share=where.rollout / (where.rollout + where.train), adjust=trainer.autobalance
         ),
+        ledger=ledger,
     )

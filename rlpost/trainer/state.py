@@ -1,27 +1,43 @@
-"""Checkpoints: one folder a step, complete if and only if its manifest is there; written beside and renamed."""
+"""Checkpoints: one folder a step, complete if and only if its manifest is there; written beside and renamed.
 
+The manifest, written last, names every other file with its size and digest, and holds the driver's own state, the
+config, the versions of the software and the ledger's mark. Nothing in a checkpoint is pickled.
+"""
+
+import asyncio
 import json
+import logging
 import os
-import pickle
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
+from rlpost.files import DiskFull, file_digests, is_disk_full, sync, write_synced
+from rlpost.trainer.objects import Packer, Unpacker
+
+logger = logging.getLogger(__name__)
+
 MANIFEST = "manifest.json"
-OBJECTS = "objects.pkl"
-OBJECT = "__object__"  # stands in the manifest for an object, with its position in OBJECTS
 PREFIX = "global_step_"
+FORMAT = 1
+
+Write = Callable[[Path], Awaitable[Mapping[str, str]]]  # folder -> digests by file name, of the files that have one
 
 
 class CheckpointStore:
-    """`<root>/global_step_<N>/`: what the workers wrote, and `manifest.json` with the driver's own state.
+    """`<root>/global_step_<N>/`: what the workers wrote, `manifest.json`, and the prompts and groups it refers to.
 
-    What JSON cannot hold (groups, prompts) is in `objects.pkl`.
+    Args:
+        root: the folder of all checkpoints.
+        keep: how many complete ones are kept, the newest; None: all.
+        about: more to say in each manifest: config, versions.
     """
 
-    def __init__(self, root: Path, keep: int | None):
-        self.root, self._keep = root, keep
+    def __init__(self, root: Path, keep: int | None, about: Mapping[str, Any] | None = None):
+        self.root, self._keep, self._about = root, keep, about or {}
 
     def complete(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
@@ -35,32 +51,40 @@ class CheckpointStore:
         """
         for folder in self.complete():
             if int(_step(folder)) > step:
-                old = folder.with_suffix(".old")
-                shutil.rmtree(old, ignore_errors=True)
-                os.replace(folder, old)
+                _set_aside(folder)
 
-    async def save(self, step: int, state: dict[str, Any], write: Callable[[Path], Awaitable[None]]) -> Path:
-        """Write checkpoint `step`: `write(folder)` stores the workers' part, then the manifest makes it complete."""
+    async def save(self, step: int, state: dict[str, Any], write: Write) -> Path:
+        """Write checkpoint `step`: `write(folder)` stores the workers' part, then the manifest makes it complete.
+
+        Files of which `write` gives no digest are read for it. Older checkpoints are removed only afterwards.
+
+        Raises:
+            DiskFull: before anything is written if there is not room for as much as the last checkpoint took, or on
+                the way; what was written is removed, and no other checkpoint is touched.
+            ValueError: a state that cannot be stored.
+        """
         final = self.root / f"{PREFIX}{step}"
         partial = final.with_suffix(".tmp")
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in self.root.glob(f"{PREFIX}*.tmp"):  # of a run that was killed
+            shutil.rmtree(left)
+        self._check_room()
         partial.mkdir(parents=True)
-        await write(partial)
-        objects: list[Any] = []
-
-        def put_aside(value: Any) -> dict[str, int]:
-            objects.append(value)
-            return {OBJECT: len(objects) - 1}
-
-        manifest = json.dumps({"step": step, **state}, indent=1, default=put_aside)
-        if objects:
-            _write(partial / OBJECTS, pickle.dumps(objects))
-        _write(partial / MANIFEST, manifest.encode())
-        shutil.rmtree(final, ignore_errors=True)
+        try:
+            digests = await write(partial)
+            self._finish(partial, {"format": FORMAT, "step": step, **self._about, **state}, digests)
+        except Exception as error:
+            written = _size(partial)
+            shutil.rmtree(partial, ignore_errors=True)
+            if is_disk_full(error):
+                raise self._disk_full(f"of which {written} bytes were written, and removed again") from error
+            raise
+        if final.exists():
+            _set_aside(final)
         os.replace(partial, final)
+        sync(self.root)
         if self._keep is not None:
             for old in self.complete()[: -self._keep]:
-                shutil.rmtree(old)
+                _remove(old)
         return final
 
     def find(self, resume: str) -> Path | None:
@@ -85,23 +109,111 @@ class CheckpointStore:
             )
         return inside[-1]
 
+    async def load(self, folder: Path) -> dict[str, Any]:
+        """As `read`, after every file was compared with the digest that it was written with.
+
+        Raises:
+            ValueError: files that are damaged or missing, by name.
+        """
+        files = _manifest(folder)["files"]
+        there = [name for name in files if (folder / name).is_file()]
+        found = await asyncio.to_thread(file_digests, folder, there)
+        wrong = sorted(name for name in files if found.get(name) != files[name]["digest"])
+        if wrong:
+            shown = ", ".join(wrong[:5])
+            raise ValueError(f"{folder}: {len(wrong)} files are damaged or missing: {shown}; {_instead()}")
+        state = self.read(folder)
+        before, now = state.get("versions", {}), self._about.get("versions", {})
+        changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+        if changed:
+            shown = ", ".join(f"{name} {before.get(name)} -> {now.get(name)}" for name in changed)
+            logger.warning("%s was written with other software: %s", folder, shown)
+        return state
+
     @staticmethod
     def read(folder: Path) -> dict[str, Any]:
-        """The driver's state in a checkpoint; tuples come back as lists."""
-        path = folder / OBJECTS
-        objects = pickle.loads(path.read_bytes()) if path.is_file() else []
+        """The driver's state in a checkpoint, and the rest of its manifest; tuples come back as lists.
 
-        def put_back(value: dict[str, Any]) -> Any:
-            return objects[value[OBJECT]] if value.keys() == {OBJECT} else value
+        Raises:
+            ValueError: a manifest that is damaged or of another format.
+        """
+        return _manifest(folder, Unpacker(folder).put_back)
 
-        return json.loads((folder / MANIFEST).read_text(), object_hook=put_back)
+    def _finish(self, folder: Path, state: dict[str, Any], digests: Mapping[str, str]) -> None:
+        """Store `state`, and the names of all files with it."""
+        packer = Packer()
+        body = json.loads(json.dumps(state, default=packer.pack))
+        packer.write(folder)
+        names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+        own = file_digests(folder, [name for name in names if name not in digests])
+        every = {**digests, **own}
+        body["files"] = {n: {"bytes": (folder / n).stat().st_size, "digest": every[n]} for n in sorted(names)}
+        body["digest"] = _digest(body)
+        write_synced(folder / MANIFEST, json.dumps(body, indent=1).encode())
+        sync(folder)
+
+    def _check_room(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(self.root).free < self._needed_bytes():
+            raise self._disk_full("which was not begun")
+
+    def _needed_bytes(self) -> int:
+        """What the last checkpoint took; 0 if there is none."""
+        before = self.complete()
+        return sum(file["bytes"] for file in _manifest(before[-1])["files"].values()) if before else 0
+
+    def _disk_full(self, when: str) -> DiskFull:
+        free, needed, kept = shutil.disk_usage(self.root).free, self._needed_bytes(), self.complete()
+        return DiskFull(
+            f"{self.root}: no room for a checkpoint, {when}: {free} bytes are free"
+            + (f", the last one took {needed}" if needed else "")
+            + f". Free some space (or lower trainer.max_ckpt_to_keep={self._keep}) and start the run again; it resumes "
+            + (f"from {kept[-1]}" if kept else "from its beginning, since it has no checkpoint yet")
+        )
 
 
-def _write(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+def _manifest(folder: Path, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
+    """The manifest without its own digest, which is checked."""
+    path = folder / MANIFEST
+    try:
+        plain = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged, not JSON any more ({error}); {_instead()}") from error
+    if plain.get("format") != FORMAT:
+        raise ValueError(
+            f"{path}: format {plain.get('format')}, this version of rlpost reads {FORMAT}; resume it with the version "
+            "that wrote it, or start anew from its weights (model.path=<run folder>/hf)"
+        )
+    if plain.pop("digest", None) != _digest(plain):
+        raise ValueError(f"{path}: damaged, it does not have the digest that it was written with; {_instead()}")
+    outside = [name for name in plain["files"] if not (folder / name).resolve().is_relative_to(folder.resolve())]
+    if outside:
+        raise ValueError(f"{path}: names {outside[0]}, which is not in the checkpoint; {_instead()}")
+    return plain if object_hook is None else json.loads(json.dumps(plain), object_hook=object_hook)
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _instead() -> str:
+    return "resume from an earlier checkpoint with trainer.resume=<its folder>, or start anew with trainer.resume=never"
+
+
+def _set_aside(folder: Path) -> None:
+    old = folder.with_suffix(".old")
+    _remove(old)
+    os.replace(folder, old)
+
+
+def _remove(folder: Path) -> None:
+    """The manifest first: should the run die meanwhile, what is left of the folder is no checkpoint."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _step(folder: Path) -> str:

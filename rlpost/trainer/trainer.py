@@ -1,6 +1,7 @@
 """The only training loop: take, infer, advantages, train, publish."""
 
 import time
+from collections import ChainMap
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ from rlpost.metrics import Metric, Metrics, Reduce, Timers, merge, scalars
 from rlpost.trainer.config import TrainerConfig
 from rlpost.trainer.evaluate import Evaluator
 from rlpost.trainer.gate import ParityGate
+from rlpost.trainer.history import LEDGER
+from rlpost.trainer.ledger import Ledger
 from rlpost.trainer.nonfinite import Fault, NonFinite, fault_of_update, require_finite
+from rlpost.trainer.objects import prompts_in
 from rlpost.trainer.parity import ParityError
 from rlpost.trainer.replay import ReplayStore
 from rlpost.trainer.report import Reporter
@@ -32,6 +36,7 @@ class Trainer:
         reporter: metrics, tables and rollouts to the trackers and the run folder.
         checkpoints: where to save to and resume from.
         replays: where to keep steps that can be run again.
+        ledger: what became of every group; the source's own. None: nothing is recorded.
         groups_per_step: `data.train_batch_size`.
         n: samples a prompt.
         total_steps: the step to end at.
@@ -52,11 +57,13 @@ class Trainer:
         groups_per_step: int,
         n: int,
         total_steps: int,
+        ledger: Ledger | None = None,
     ):
         self._cfg, self._algorithm, self._source, self._workers = cfg, algorithm, source, workers
         self._gate, self._evaluator, self._reporter, self._checkpoints = gate, evaluator, reporter, checkpoints
         self._groups_per_step, self._n, self.total_steps = groups_per_step, n, total_steps
         self._replays = replays
+        self._ledger = ledger or Ledger(None)
         self._timers = Timers()
         self._skipped_in_a_row = 0
         self.step = 0
@@ -95,11 +102,14 @@ class Trainer:
                 with timers("train"):
                     trained, fault = await self._train(batch)
                 metrics = merge([metrics, trained])
-            if fault is not None:
+            if fault is None:
+                self._skipped_in_a_row = 0
+                self._ledger.trained(self.step, groups)
+            else:
                 self._algorithm.load_state_dict(before)
                 await self._stop_or_skip(fault, batch, metrics)
-            else:
-                self._skipped_in_a_row = 0
+                self._ledger.trained(self.step, [])
+                self._ledger.dropped(groups, "not_finite")
             metrics["train/skipped_steps"] = Metric(float(fault is not None), reduce=Reduce.SUM)
             with timers("publish"):
                 metrics |= await self._source.publish(version=self.step)
@@ -192,21 +202,27 @@ class Trainer:
             self._reporter.validation(self.step, report, shown)
 
     async def _save(self) -> None:
-        async def write(folder: Path) -> None:
-            await self._workers.call_async("save", folder)
+        state: dict[str, Any] = {"source": self._source.state_dict(), "algorithm": self._algorithm.state_dict()}
+        mark = self._ledger.saved(self.step, held=prompts_in(state["source"]))
+        state |= {"reporter": self._reporter.state_dict(), "ledger": mark}
 
-        state = {"source": self._source.state_dict(), "algorithm": self._algorithm.state_dict()}
-        await self._checkpoints.save(self.step, state | {"reporter": self._reporter.state_dict()}, write)
+        async def write(folder: Path) -> dict[str, str]:
+            self._ledger.copy(folder / LEDGER)
+            return dict(ChainMap(*await self._workers.call_async("save", folder)))
+
+        await self._checkpoints.save(self.step, state, write)
 
     async def _resume(self) -> bool:
         folder = self._checkpoints.find(self._cfg.resume)
         if folder is None:
+            self._ledger.resumed(0)
             return False
-        state = self._checkpoints.read(folder)
+        state = await self._checkpoints.load(folder)
         await self._workers.call_async("load", folder)
         self._source.load_state_dict(state["source"])
         self._algorithm.load_state_dict(state["algorithm"])
         self._reporter.load_state_dict(state["reporter"], state["step"])
+        self._ledger.resumed(state["step"], state["ledger"], folder / LEDGER)
         self.step = state["step"]
         return True
 

@@ -81,7 +81,7 @@ class FSDPConfig:
 
     param_offload: bool = False  # parameters to host memory while generating
     optimizer_offload: bool = False  # optimizer state to host memory while generating
-    reshard_after_forward: bool = True  # free gathered weights until the backward pass: less memory, more traffic
+    reshard_after_forward: bool | None = None  # free gathered weights between passes; null: only where ranks share them
     fsdp_size: int = -1  # ranks that shard one replica (HSDP); -1: all
 
     def check(self, at: str) -> None:
@@ -230,6 +230,9 @@ class RolloutConfig:
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the engine, checked against what it accepts
     startup_timeout_s: float = 600.0  # for an engine to start
     request_timeout_s: float = 1800.0  # for one request to be answered
+    max_restarts: int = 3  # of engine replicas and workflow workers that die, in the whole run; 0: go on with the rest
+    health_interval_s: float = 5.0  # between two pings of each of them
+    answer_timeout_s: float = 300.0  # for a ping or a pause, sleep, ...: what does not answer by then counts as dead
     workflow: str = "single_turn"  # registered name or dotted path
     num_workers: int = 1  # processes that run workflows and rewards
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
@@ -255,6 +258,10 @@ class RolloutConfig:
             "request_timeout_s",
         ):
             _at_least(f"rollout.{key}", getattr(self, key), 1)
+        _at_least("rollout.max_restarts", self.max_restarts, 0)
+        for key in ("health_interval_s", "answer_timeout_s"):
+            if not getattr(self, key) > 0:
+                refuse(f"rollout.{key}={getattr(self, key)}: must be > 0 seconds")
         if self.temperature <= 0:
             refuse(f"rollout.temperature={self.temperature}: training needs a temperature above 0")
         if self.top_p != 1.0 or self.top_k != -1:

@@ -1,12 +1,10 @@
 """`WorkerGroup`: the driver's handle of the trainer ranks."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import ray
-from ray import ObjectRef
-from ray.exceptions import RayTaskError
 
 from rlpost.batch import Batch
 from rlpost.metrics import Metrics, merge
@@ -15,16 +13,24 @@ from rlpost.workers.dispatch import CustomLoss, assemble, plan_infer, plan_train
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.model_worker import ModelWorker, WorkerSetup
 from rlpost.workers.placement import Placement
+from rlpost.workers.remote import is_death, unwrap
 
 ROLE_OF_COLUMN = {"old_logprobs": "actor", "ref_logprobs": "ref", "values": "critic"}
 COLUMN_OF_ROLE = {role: column for column, role in ROLE_OF_COLUMN.items()}
 
 
+GRACE_S = 5.0  # for a rank's death to be known, once others fail because of it
+
+
+class RankDied(RuntimeError):
+    """Processes of trainer ranks are gone; the message names them."""
+
+
 class WorkerGroup:
     """Trainer ranks as one: whole batches in, whole columns and merged metrics out. See `create`.
 
-    An error of any rank is raised here as soon as it happens, even while other ranks wait in a collective; the group
-    is of no use afterwards except for `shutdown`.
+    An error of any rank is raised here within `GRACE_S`, even while other ranks wait in a collective, and as `RankDied`
+    where a rank's process is gone; the group is of no use afterwards except for `shutdown`.
     """
 
     def __init__(self, workers: list[Any], setup: WorkerSetup):
@@ -74,7 +80,7 @@ class WorkerGroup:
         if on_start is not None:
             on_start(group)
         try:
-            address = ray.get(workers[0].rendezvous.remote())
+            (address,) = _wait("rendezvous", [workers[0].rendezvous.remote()])
             group.call("connect", address, collective_timeout_s)
             group.call("build", setup)
         except BaseException:
@@ -138,24 +144,25 @@ class WorkerGroup:
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a `ModelWorker` method on all ranks and wait; results by rank."""
-        references = [getattr(worker, method).remote(*args) for worker in self._workers]
-        waiting = references
-        while waiting:
-            done, waiting = ray.wait(waiting)
-            _raise_original(done[0])
-        return ray.get(references)
+        return _wait(method, [getattr(worker, method).remote(*args) for worker in self._workers])
 
     async def call_async(self, method: str, *args: Any) -> list[Any]:
         """As `call`, awaitable."""
         return await self._gather(method, [args] * self.num_ranks)
 
     async def _gather(self, method: str, arguments: Sequence[tuple]) -> list[Any]:
-        """One call for each rank with its own arguments; the first error of any rank is raised at once."""
+        """One call for each rank with its own arguments."""
         references = [getattr(w, method).remote(*args) for w, args in zip(self._workers, arguments, strict=True)]
+        calls = [asyncio.ensure_future(reference) for reference in references]
         try:
-            return list(await asyncio.gather(*references))
-        except RayTaskError as error:
-            raise error.cause from error
+            done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            if any(call.exception() for call in done):
+                await asyncio.wait(calls, timeout=GRACE_S)
+                _raise(method, {rank: call.exception() for rank, call in enumerate(calls) if call.done()})
+            return [call.result() for call in calls]
+        finally:
+            for call in calls:
+                call.cancel()
 
     def shutdown(self) -> None:
         """End the processes, also those that hang in a collective."""
@@ -184,11 +191,37 @@ class RoleView:
         return await self._group.train(self.name, batch, objective, step)
 
 
-def _raise_original(reference: ObjectRef) -> None:
+def _wait(method: str, references: list[Any]) -> list[Any]:
+    """Results of one call for each rank."""
+    waiting = references
+    while waiting:
+        done, waiting = ray.wait(waiting)
+        if _error(done[0]) is not None:
+            ended, _ = ray.wait(references, num_returns=len(references), timeout=GRACE_S)
+            _raise(method, {references.index(reference): _error(reference) for reference in ended})
+    return ray.get(references)
+
+
+def _error(reference: Any) -> BaseException | None:
+    """What a call that has ended has raised."""
     try:
         ray.get(reference)
-    except RayTaskError as error:
-        raise error.cause from error
+    except Exception as error:  # whatever it was, it is raised later
+        return error
+    return None
+
+
+def _raise(method: str, errors: Mapping[int, BaseException | None]) -> NoReturn:
+    """Raise the death of ranks, which is why others fail in a collective, or else the first error as it was there."""
+    failed = {rank: error for rank, error in errors.items() if error is not None}
+    if dead := [rank for rank, error in failed.items() if is_death(error)]:
+        raise RankDied(
+            f"trainer rank {', '.join(map(str, dead))} died in '{method}': {str(failed[dead[0]]).strip()}\n"
+            "Steps since the last checkpoint are lost: the same command goes on from there (trainer.resume=auto)"
+        ) from failed[dead[0]]
+    first = next(iter(failed.values()))
+    own = unwrap(first)
+    raise own from (None if own is first else first)
 
 
 def shuffle_seed(run_seed: int, step: int) -> int:

@@ -276,11 +276,14 @@ class ModelWorker:
 
     # --- state ---
 
-    def save(self, folder: Path) -> None:
-        """Sharded state of every trained role, one folder each."""
+    def save(self, folder: Path) -> dict[str, str]:
+        """Sharded state of every trained role, one folder each; digests of the files that this rank wrote, by name."""
+        digests: dict[str, str] = {}
         for role in ("actor", "critic"):
             if role in self.engines:
-                self.engines[role].save(Path(folder) / role)
+                of_role = self.engines[role].save(Path(folder) / role)
+                digests |= {f"{role}/{name}": digest for name, digest in of_role.items()}
+        return digests
 
     @_explain_oom
     def load(self, folder: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.trainer.ledger import Ledger
 from tests.e2e.runs import Run, small
 
 NUM_STEPS = 20
@@ -71,6 +72,8 @@ def test_killed_ahead_of_training_and_resumed_trains_every_group_once(checkpoint
     assert list(ids) == list(range(1, 9)) and all(len(groups) == 4 for groups in ids.values())
     everything = [group for groups in ids.values() for group in groups]
     assert len(set(everything)) == len(everything) == 32
+    ledger = Ledger.read(run.folder)
+    assert ledger.problems() == [] and len(ledger.resumes) == 1 and ledger.steps == ids
     steps = run.steps()
     assert 0 < max(m["async/staleness/max"] for m in steps.values()) <= 4  # ceil(2.5 x 2) - 1
     assert any("async/tokens_lag_1" in m for m in steps.values())

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
+from rlpost.trainer.ledger import Ledger
 from tests.e2e.runs import Run, small
 
 NUM_STEPS, BATCH = 4, 4
@@ -77,5 +77,9 @@ def test_killed_and_resumed_equals_uninterrupted(engine, tolerance, checkpoint, 
     last = [run.folder / "checkpoints" / f"global_step_{NUM_STEPS}" for run in (killed, whole)]
     ours, theirs = (json.loads((folder / "manifest.json").read_text())["source"]["stream"] for folder in last)
     assert ours == theirs and ours["epoch"] >= 1 and ours["position"] > 0
-    updates = [torch.load(folder / "actor" / "rank_0.pt", weights_only=False)["updates"] for folder in last]
+    ledgers = [Ledger.read(run.folder) for run in (killed, whole)]
+    assert [ledger.problems() for ledger in ledgers] == [[], []]
+    assert ledgers[0].steps == ledgers[1].steps and ledgers[0].groups == ledgers[1].groups
+    assert [record["step"] for record in ledgers[0].resumes] != [] and ledgers[1].resumes == []
+    updates = [json.loads((folder / "actor" / "rank_0.json").read_text())["updates"] for folder in last]
     assert updates == [NUM_STEPS * 2 * 2] * 2  # epochs, mini-batches

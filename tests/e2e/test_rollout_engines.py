@@ -34,7 +34,7 @@ def config(name: str, **changes) -> RolloutConfig:
         kwargs["kv_cache_memory_bytes"] = 1 << 30
     return RolloutConfig(
         name=name,
-        dtype="float32",
+        dtype=str(contract.DTYPE).removeprefix("torch."),
         max_num_seqs=64,
         max_num_batched_tokens=512,
         gpu_memory_utilization=0.2,
@@ -66,6 +66,7 @@ def test_engine_honours_the_contract(name, tied, tmp_path):
             await contract.check_padded_ids(engine)
             await contract.check_concurrency(engine, trainer)
             await contract.check_abort(engine)
+            await contract.check_ping(engine)
             await contract.check_too_long(engine)
             await contract.check_refused_update(engine, trainer)
             await contract.check_update(engine, trainer, 1)
@@ -119,6 +120,13 @@ def test_engine_reports_why_it_died(name, tmp_path):
         await engine.start()
         try:
             assert engine_processes()
+            for process in engine_processes():
+                process.suspend()
+            with pytest.raises(TimeoutError):  # what hangs answers no ping
+                await asyncio.wait_for(engine.ping(), 1.0)
+            for process in engine_processes():
+                process.resume()
+            await engine.ping()
             for process in engine_processes():
                 process.kill()
             with pytest.raises(RuntimeError, match=f"the {contract.TITLES[name]} engine died"):

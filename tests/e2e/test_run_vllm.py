@@ -82,7 +82,9 @@ def test_checkpoint_is_complete(run):
     folder = run.folder / "checkpoints" / f"global_step_{NUM_STEPS}"
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["step"] == NUM_STEPS and manifest["source"]["stream"]["index"] == NUM_STEPS * BATCH
-    assert (folder / "actor" / "rank_0.pt").is_file() and (folder / "actor" / "shards" / ".metadata").is_file()
+    assert {"actor/rank_0.json", "ledger.jsonl"} < set(manifest["files"]) and manifest["config"]["rollout"]["n"] == N
+    assert all((folder / name).stat().st_size == file["bytes"] for name, file in manifest["files"].items())
+    assert not [path for path in folder.rglob("*") if path.suffix not in ("", ".json", ".jsonl", ".safetensors")]
 
 
 def test_no_process_is_left(run):

@@ -1,5 +1,6 @@
 """Engines that play vLLM under ROCm on a machine without it; every Ray worker of these tests runs `setup` first."""
 
+import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -56,9 +57,17 @@ class Faulty(HFEngine):
         return completions
 
 
+class Slow(HFEngine):
+    """Takes a moment for each token, so that a test can meet it at work."""
+
+    async def _hold(self, request_id: str) -> None:
+        await asyncio.sleep(0.1)
+        await super()._hold(request_id)
+
+
 def setup() -> None:
     """Make the stand-ins known."""
-    for name, engine in (("imports_late", ImportsLate), ("faulty", Faulty)):
+    for name, engine in (("imports_late", ImportsLate), ("faulty", Faulty), ("slow", Slow)):
         ENGINES.register(name)(engine)
 
 

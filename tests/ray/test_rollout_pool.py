@@ -3,6 +3,7 @@
 import asyncio
 
 import numpy as np
+import psutil
 import pytest
 import ray
 import torch
@@ -37,7 +38,7 @@ def make_pool(
     info: ModelInfo, *, replicas: int = 1, seed: int = 1, reward: RewardConfig = LENGTH, **changes
 ) -> RolloutPool:
     return RolloutPool(
-        RolloutConfig(**({"name": "hf", "dtype": "float32", "num_workers": 2} | changes)),
+        RolloutConfig(**({"name": "hf", "dtype": "float32", "num_workers": 2, "health_interval_s": 0.2} | changes)),
         info,
         reward,
         Placement(num_ranks=1, num_replicas=replicas, tensor_parallel=1, platform=platform()),
@@ -171,5 +172,11 @@ def test_pool_serves_a_reward_model(info, tmp_path):
         scores = RewardModel(str(tmp_path), judge).score(answers)
         assert [t.reward for t in group.trajectories] == pytest.approx(scores, rel=1e-4)
         assert len(set(scores)) > 1
+        (process,) = (
+            p for p in psutil.Process().children(recursive=True) if "ray::RewardModel" in " ".join(p.cmdline())
+        )
+        process.kill()
+        (again,) = await pool.run(prompts(1), 3, contract.spec())
+        assert [t.reward for t in again.trajectories] == [t.reward for t in group.trajectories]
 
     run(pool, body)

@@ -1,16 +1,21 @@
 """`WorkerGroup` as the loop and as a researcher use it: two CPU ranks under Ray."""
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
-from ray.exceptions import ActorDiedError
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
 
 from rlpost.batch import Batch, Provenance
+from rlpost.files import file_digests
 from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, OptimConfig, RefConfig
-from rlpost.workers.group import WorkerGroup
+from rlpost.workers.group import RankDied, WorkerGroup
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.model_worker import OutOfDeviceMemory
 from rlpost.workers.placement import Placement, Pools
@@ -104,6 +109,18 @@ def test_group_infers_trains_saves_and_exports(group, model, tmp_path):
     torch.testing.assert_close(log_p[:-1].gather(1, row[1:, None])[:, 0], after[6:17], rtol=1e-5, atol=1e-5)
 
 
+def test_state_of_two_ranks_can_be_read_by_one_and_each_rank_vouches_for_its_files(group, tmp_path):
+    digests = group.call("save", tmp_path / "state")
+    assert all(digests) and not set(digests[0]) & set(digests[1])
+    files = [str(file.relative_to(tmp_path / "state")) for file in tmp_path.rglob("*") if file.is_file()]
+    assert file_digests(tmp_path / "state", files) == digests[0] | digests[1]
+    group.call("export_hf", tmp_path / "hf")
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    state = {f"model.model.{name}": torch.zeros_like(weight) for name, weight in weights.items()}
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(tmp_path / "state/actor/shards")), no_dist=True)
+    assert all(torch.equal(state[f"model.model.{name}"], weight) for name, weight in weights.items())
+
+
 def test_profile_writes_a_trace_of_each_rank(group, tmp_path):
     group.call("start_profile")
     asyncio.run(group.infer("old_logprobs", _batch()))
@@ -139,6 +156,24 @@ def test_error_of_one_rank_reaches_the_driver_as_it_is(model):
     group.shutdown()
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_rank_whose_process_is_killed_is_named(model, num_ranks):
+    """Rank 0 fails as well, and sooner: its collective has lost a member."""
+    group = create(model, num_ranks=num_ranks)
+    victim = num_ranks - 1
+
+    def kill(micro, output):
+        if num_ranks == 1 or torch.distributed.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return output.logprobs.sum(), {}
+
+    with pytest.raises(RankDied, match=f"^trainer rank {victim} died in 'train': (.|\n)*trainer.resume=auto"):
+        asyncio.run(group.train("actor", _batch(), kill))
+    with pytest.raises(RankDied, match=f"^trainer rank {victim} died in 'place'"):
+        group.call("place")
+    group.shutdown()
+
+
 def test_out_of_memory_inside_a_loss_reaches_the_driver_with_what_to_lower(model):
     def too_large(micro, output):
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
@@ -160,7 +195,7 @@ def test_on_start_gets_the_group_early_enough_to_end_it_while_it_loads(model):
         sizes.append(group.num_ranks)
         group.shutdown()
 
-    with pytest.raises(ActorDiedError):
+    with pytest.raises(RankDied, match="rank 0 died in 'rendezvous'"):
         create(model, num_ranks=2, on_start=end)
     assert sizes == [2]
 

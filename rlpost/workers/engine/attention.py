@@ -167,10 +167,14 @@ class _GatherSlices(torch.autograd.Function):
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None) -> Tensor:
     """Pad q, k and v to [S, T_max] for the call: causal attention never sees the padding behind a sequence."""
-    longest, lengths = packing.max_seqlen, list(packing.seqlens)
+    count, longest = len(packing.seqlens), packing.max_seqlen
+    starts = packing.cu_seqlens[:-1].long()
+    shift, lengths = torch.arange(count, device=q.device) * longest - starts, packing.cu_seqlens.diff()
+    place = torch.arange(len(q), device=q.device) + shift.repeat_interleave(lengths, output_size=len(q))
 
     def pad(x: Tensor) -> Tensor:  # [N, H, D] -> [S, H, T, D]
-        return torch.nn.utils.rnn.pad_sequence(x.split(lengths), batch_first=True).transpose(1, 2)
+        padded = x.new_zeros(count * longest, *x.shape[1:]).index_copy(0, place, x)
+        return padded.unflatten(0, (count, longest)).transpose(1, 2)
 
     mask = None
     if window is not None and window < longest:
@@ -180,7 +184,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, windo
     out = F.scaled_dot_product_attention(
         pad(q), pad(k), pad(v), attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
-    return torch.cat([row[:, :n].transpose(0, 1) for row, n in zip(out, lengths, strict=True)])
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, place)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None) -> Tensor:

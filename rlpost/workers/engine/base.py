@@ -64,8 +64,11 @@ class TrainEngine(ABC):
         """Move parameters and/or optimizer state to "cpu" or back to the "device"."""
 
     @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Write this engine's sharded state (weights, optimizer, schedule, RNG) below `folder`."""
+    def save(self, folder: Path) -> dict[str, str]:
+        """Write this engine's sharded state (weights, optimizer, schedule, RNG) below `folder`.
+
+        Returns digests (`rlpost.files.file_digest`) of the files that this rank wrote, by their names below `folder`.
+        """
 
     @abstractmethod
     def load(self, folder: Path) -> None:

@@ -1,8 +1,10 @@
-"""Saving, restoring and exporting an engine: DCP shards with every random state, and Hugging Face folders."""
+"""Saving, restoring and exporting an engine: sharded safetensors with every random state, and Hugging Face folders."""
 
+import json
 import random
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from rlpost.files import NUM_THREADS, file_digests, write_synced
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
+FILE_BYTES = 1 << 30
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -22,14 +30,27 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, updates: int) -> None:
-    """Write weights and optimizer state as DCP shards, and this rank's random states; collective."""
+def save(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, updates: int) -> dict[str, str]:
+    """Write weights and optimizer state as sharded safetensors, and this rank's random states as JSON; collective.
+
+    Returns the digests of the files that this rank wrote, by their names below `folder`.
+
+    Raises:
+        RuntimeError: on all ranks, what went wrong on one of them, such as a full disk.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    parameters = trainable(model)
-    dcp.save(_state(parameters, optimizer), checkpoint_id=folder / "shards")
+    state, rank = _state(trainable(model), optimizer), dist.get_rank()
+    writer = HuggingFaceStorageWriter(
+        str(folder / "shards"), fqn_to_index_mapping=_files_of(state), save_distributed=True
+    )
+    with _plain_errors(f"save to {folder}"):
+        dcp.save(state, storage_writer=writer)
     progress = {"updates": updates, "has_moments": bool(optimizer.state), "random": random_state()}
-    torch.save(progress, folder / f"rank_{dist.get_rank()}.pt")
+    write_synced(folder / f"rank_{rank}.json", json.dumps(progress).encode())
+    written = [folder / f"rank_{rank}.json", *folder.glob(f"shards/shard-{rank + 1:05d}-*")]
+    digests = file_digests(folder, [str(path.relative_to(folder)) for path in written])
     dist.barrier()
+    return digests
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> int:
@@ -39,24 +60,49 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> int:
 
     Raises:
         ValueError: no checkpoint in `folder`.
+        RuntimeError: it does not fit the model, or cannot be read.
     """
-    own = folder / f"rank_{dist.get_rank()}.pt"
-    first = folder / "rank_0.pt"
+    own = folder / f"rank_{dist.get_rank()}.json"
+    first = folder / "rank_0.json"
     if not first.is_file():
-        raise ValueError(f"{folder} holds no engine state (rank_0.pt is missing)")
-    progress = torch.load(own if own.is_file() else first, weights_only=False)
+        raise ValueError(f"{folder} holds no engine state (rank_0.json is missing)")
+    progress = json.loads((own if own.is_file() else first).read_text())
     parameters = trainable(model)
     optimizer.state.clear()
     if progress["has_moments"]:
         for parameter in parameters.values():
             step = torch.zeros((), dtype=torch.float32, device=parameter.device)
             optimizer.state[parameter] = {"step": step} | {m: torch.zeros_like(parameter) for m in MOMENTS}
-    state = _state(parameters, optimizer)
-    dcp.load(state, checkpoint_id=folder / "shards")
+    reader = HuggingFaceStorageReader(str(folder / "shards"), thread_count=NUM_THREADS)
+    with _plain_errors(f"load from {folder}"):
+        dcp.load(_state(parameters, optimizer), storage_reader=reader)
     if own.is_file():
         set_random_state(progress["random"])
     dist.barrier()
     return progress["updates"]
+
+
+@contextmanager
+def _plain_errors(what: str) -> Iterator[None]:
+    """DCP's own error is no `Exception`, and would end the process instead of reaching whoever waits for it."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise RuntimeError(f"rank {rank} failed to {what}: {type(cause).__name__}: {cause}") from cause
+
+
+def _files_of(state: dict[str, Tensor]) -> dict[str, int]:
+    """Number of the file, from 1, of each tensor: a file is put together in memory before it is written."""
+    files: dict[str, int] = {}
+    number, filled = 1, 0
+    for name, tensor in state.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if filled and filled + local.nbytes > FILE_BYTES:
+            number, filled = number + 1, 0
+        files[name] = number
+        filled += local.nbytes
+    return files
 
 
 def _state(parameters: dict[str, nn.Parameter], optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
@@ -69,20 +115,31 @@ def _state(parameters: dict[str, nn.Parameter], optimizer: torch.optim.AdamW) ->
 
 
 def random_state() -> dict[str, Any]:
-    """State of every generator this process draws from."""
-    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    """State of every generator this process draws from, as JSON can hold it."""
+    name, keys, *rest = np.random.get_state()
+    state = {
+        "python": random.getstate(),
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
     if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
     return state
 
 
 def set_random_state(state: dict[str, Any]) -> None:
     """Restore `random_state`."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.asarray(keys, np.uint32), *rest))
+    torch.set_rng_state(_bytes_of(state["torch"]))
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+        torch.cuda.set_rng_state(_bytes_of(state["cuda"]))
+
+
+def _bytes_of(text: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
 def export_hf(

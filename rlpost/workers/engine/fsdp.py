@@ -70,7 +70,7 @@ class FSDPEngine(TrainEngine):
             device=self.device,
             master_dtype=torch.float32 if train else self.dtype,
             compute_dtype=self.dtype,
-            reshard_after_forward=cfg.fsdp.reshard_after_forward,
+            reshard_after_forward=self._reshards(),
             seed=seed,
         )
         self._names = WeightNames(self.model)
@@ -125,6 +125,7 @@ class FSDPEngine(TrainEngine):
                 parts.append(metrics)
             self._bad_losses += ~total.detach().isfinite()
             total.backward()
+        self._reshard()
         return parts
 
     def _run_for_loss(self, batch: Batch) -> tuple[Batch, Output, Tensor]:
@@ -195,7 +196,6 @@ class FSDPEngine(TrainEngine):
             self.optimizer.step()
             self.updates += 1
         self.optimizer.zero_grad(set_to_none=True)
-        self._reshard()
         if torch.distributed.get_rank() != 0:
             return {}  # the same on all ranks; counted once
         return {
@@ -205,6 +205,11 @@ class FSDPEngine(TrainEngine):
             "skipped_updates": Metric(float(not finite), reduce=Reduce.SUM),
             "nonfinite_losses": Metric(bad_losses / self.parallel.sequence_size, reduce=Reduce.SUM),
         }
+
+    def _reshards(self) -> bool:
+        """Whether gathered weights are freed after every pass of a layer; if not, the end of `accumulate` does it."""
+        setting = self._cfg.fsdp.reshard_after_forward
+        return self.parallel.shard_group.size() > 1 if setting is None else setting
 
     def _reshard(self) -> None:
         """The root keeps its gathered weights after a pass without backward: free them."""
@@ -230,9 +235,9 @@ class FSDPEngine(TrainEngine):
         platform().synchronize()
         platform().empty_cache()
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> dict[str, str]:
         """See `TrainEngine.save`."""
-        checkpoint.save(folder, self.model, self.optimizer, self.updates)
+        return checkpoint.save(folder, self.model, self.optimizer, self.updates)
 
     def load(self, folder: Path) -> None:
         """See `TrainEngine.load`."""

@@ -93,7 +93,8 @@ def load_sharded(
 ) -> PackedModel:
     """A `PackedModel` sharded over `parallel.mesh`; its weights are those that rank 0 read.
 
-    `fully_shard` wraps each decoder layer and the root. Gradients are summed over ranks in float32.
+    `fully_shard` wraps each decoder layer and the root. Gradients are summed over ranks in float32. Without
+    `reshard_after_forward` gathered weights stay until `reshard` is called.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # LoRA's initial A
@@ -110,6 +111,7 @@ def load_sharded(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            module.set_reshard_after_backward(reshard_after_forward, recurse=False)
     _materialize(model, device)
     _fill(model, source, device)
     return model

@@ -189,6 +189,10 @@ class RolloutEngine(ABC):
         return Place(host_id(), tuple(await self.device_uuids()))
 
     @abstractmethod
+    async def ping(self) -> None:
+        """Return when whatever computes answers; at any time, between two decoding steps at the latest."""
+
+    @abstractmethod
     async def shutdown(self) -> None:
         """End the engine and every process it started."""
 

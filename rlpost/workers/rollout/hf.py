@@ -81,7 +81,7 @@ class HFEngine(RolloutEngine):
 
     async def abort(self, request_id: str | None = None) -> None:
         """See `RolloutEngine.abort`."""
-        self._aborted |= self._running if request_id is None else self._running & {request_id}
+        self._aborted |= {r for r in self._running if request_id is None or f"{r}/".startswith(f"{request_id}/")}
 
     async def pause(self, keep: bool) -> None:
         """See `RolloutEngine.pause`."""
@@ -142,6 +142,9 @@ class HFEngine(RolloutEngine):
     async def device_uuids(self) -> list[str]:
         """See `RolloutEngine.device_uuids`."""
         return [platform().device_uuid()]
+
+    async def ping(self) -> None:
+        """See `RolloutEngine.ping`. This process computes, and has answered."""
 
     async def shutdown(self) -> None:
         """See `RolloutEngine.shutdown`."""

@@ -62,6 +62,7 @@ _OFFERED = (
     "sglang.srt.managers.tokenizer_manager:TokenizerManager.abort_request",
     "sglang.srt.managers.tokenizer_manager:TokenizerManager.auto_create_handle_loop",
     "sglang.srt.managers.tokenizer_manager:TokenizerManager.flush_cache",
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager.get_internal_state",
     "sglang.srt.managers.tokenizer_manager:TokenizerManager.release_memory_occupation",
     "sglang.srt.managers.tokenizer_manager:TokenizerManager.update_weights_from_tensor",
     "sglang.srt.server_args:ServerArgs.custom_sigquit_handler",
@@ -136,6 +137,10 @@ class SGLangEngine(ServedEngine):
     async def device_uuids(self) -> list[str]:
         """See `RolloutEngine.device_uuids`."""
         return [platform().device_uuid(rank) for rank in range(self._cfg.tensor_model_parallel_size)]
+
+    async def ping(self) -> None:
+        """See `RolloutEngine.ping`."""
+        await self._call(self._manager.get_internal_state())
 
     async def shutdown(self) -> None:
         """See `RolloutEngine.shutdown`. SGLang's own would kill every child of this process."""
@@ -258,10 +263,12 @@ def engine_arguments(cfg: RolloutConfig, model: ModelInfo, max_model_len: int, a
     """Arguments of SGLang's Engine, whose names are `accepted`; `cfg.engine_kwargs` on top.
 
     Raises:
-        ValueError: an `engine_kwargs` key that SGLang does not know, or that another key sets.
+        ValueError: an `engine_kwargs` key that SGLang does not know, or that another key sets; float32 on CUDA.
     """
     check_engine_kwargs(cfg.engine_kwargs, "SGLang", accepted, _RESERVED)
     here = platform()
+    if here.kind == "cuda" and here.dtype(cfg.dtype) == torch.float32:
+        raise ValueError("rollout.dtype=float32: SGLang's CUDA kernels compute in 16 bits; set rollout.dtype=bfloat16")
     context_length = max_model_len + SPARE_TOKENS
     arguments: dict[str, Any] = {
         "model_path": model.path,
@@ -295,8 +302,6 @@ def engine_arguments(cfg: RolloutConfig, model: ModelInfo, max_model_len: int, a
             "enable_memory_saver": cfg.free_cache_engine,
             "enable_weights_cpu_backup": cfg.free_cache_engine,
         }
-        if here.kind == "cuda" and arguments["dtype"] == "float32":
-            arguments["attention_backend"] = "triton"  # what it would choose itself computes in 16 bits only
         if "disable_piecewise_cuda_graph" in accepted:  # 0.5.12 fails to capture them on an H200
             arguments["disable_piecewise_cuda_graph"] = True
         if "cuda_graph_bs" in accepted and not arguments["disable_cuda_graph"]:

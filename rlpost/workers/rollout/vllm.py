@@ -52,6 +52,7 @@ _OFFERED = (
     "vllm.v1.engine.async_llm:AsyncLLM.start_weight_update",
     "vllm.v1.engine.async_llm:AsyncLLM.update_weights",
     "vllm.v1.engine.async_llm:AsyncLLM.finish_weight_update",
+    "vllm.v1.engine.async_llm:AsyncLLM.is_sleeping",
     "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory.register_engine",
     "vllm.engine.arg_utils:AsyncEngineArgs.worker_extension_cls",
     "vllm.engine.arg_utils:AsyncEngineArgs.logprobs_mode",
@@ -114,6 +115,10 @@ class VLLMEngine(ServedEngine):
     async def device_uuids(self) -> list[str]:
         """See `RolloutEngine.device_uuids`."""
         return list(await self._call(self._llm.collective_rpc("rlpost_device_uuid")))
+
+    async def ping(self) -> None:
+        """See `RolloutEngine.ping`. vLLM's `check_health` asks no process."""
+        await self._call(self._llm.is_sleeping())
 
     async def shutdown(self) -> None:
         """See `RolloutEngine.shutdown`."""
@@ -216,7 +221,9 @@ def engine_arguments(cfg: RolloutConfig, model: ModelInfo, max_model_len: int, a
         arguments["cudagraph_capture_sizes"] = graph_batch_sizes(cfg.max_num_seqs)
     if here.kind == "rocm":
         arguments |= aiter.arguments("vllm", cfg.aiter_kernels.set_to("on"), model.shape.latent_attention)
-    if here.kind == "cpu" and cfg.tensor_model_parallel_size == 1:  # halves the start-up
+    if cfg.tensor_model_parallel_size > 1:  # by itself it would take its ranks from the placement group of our actor
+        arguments["distributed_executor_backend"] = "mp"
+    elif here.kind == "cpu":  # halves the start-up
         arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     return arguments | cfg.engine_kwargs
 

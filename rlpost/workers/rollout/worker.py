@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
 
 from rlpost.batch import Prompt, Provenance, Status, Trajectory
 from rlpost.rewards.base import Answer, RewardError
@@ -20,10 +19,11 @@ from rlpost.rewards.limits import ErrorKind
 from rlpost.rewards.scorer import RewardScorer
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
+from rlpost.workers.remote import unwrap
 from rlpost.workers.rollout.base import ENGINES, Completion, EngineLost, SamplingSpec, request_seed
+from rlpost.workers.rollout.liveness import LOST, Processes
 from rlpost.workers.rollout.workflow import get_workflow
 
-LOST = (RayActorError, EngineLost)  # errors that mean: this replica will not come back
 MOMENT_S = 0.005  # answers that come within it travel together
 MAX_RESENDS = 2  # of a request whose replica was lost: it may be what kills them
 
@@ -75,6 +75,10 @@ class RolloutWorker:
         """Any other method of the engine."""
         return await getattr(self._engine, method)(*args)
 
+    async def processes(self) -> Processes:
+        """This process and the engine's."""
+        return Processes.of_this()
+
     async def _one(self, request: Request) -> list[Completion]:
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -115,6 +119,7 @@ class WorkflowWorker:
         self._router = Router(engines)
         self._seed = seed
         self._num_runs = 0
+        self._started = asyncio.Event()
 
     async def start(self) -> None:
         """Load workflow, tokenizer and rewards.
@@ -131,14 +136,28 @@ class WorkflowWorker:
         served = self._reward_model
         score = None if served is None else (lambda texts: served.score.remote(texts))
         self._scorer = RewardScorer(self._reward, self._max_response_length, score)
+        self._started.set()
 
     async def run(self, prompts: list[Prompt], n: int, spec: SamplingSpec) -> list[list[Trajectory]]:
         """`n` scored trajectories of each prompt."""
+        await self._started.wait()
         return await asyncio.gather(*(self._run_one(prompt, n, spec) for prompt in prompts))
 
     async def exclude(self, replica: int) -> None:
         """Give a replica no more work."""
         self._router.exclude(replica)
+
+    async def admit(self, replica: int, engine: ActorHandle) -> None:
+        """Give work to `engine` as replica `replica`."""
+        self._router.admit(replica, engine)
+
+    async def ping(self) -> list[tuple[ActorHandle, str]]:
+        """Engines that were found lost so far, and why."""
+        return self._router.lost
+
+    async def processes(self) -> Processes:
+        """This process and those of its rewards."""
+        return Processes.of_this()
 
     async def close(self) -> None:
         """End the reward processes."""
@@ -201,17 +220,24 @@ class _Waiting:
     num_resends: int = 0
 
 
+Left = dict[int, _Waiting]  # position of a request in its call -> who waits for it
+
+
 class Router:
     """Spreads requests over engine replicas by the samples they hold, and sends those of one moment in one call.
 
-    What a lost replica was working on is begun anew by the others.
+    What a lost replica was working on is begun anew by the others, or where there is none, by the next one admitted.
+
+    Attributes:
+        lost: engines that were found lost here, and why.
     """
 
     def __init__(self, engines: Sequence[ActorHandle]):
+        self.lost: list[tuple[ActorHandle, str]] = []
         self._engines = list(engines)
         self._load = dict.fromkeys(range(len(self._engines)), 0)  # samples, of replicas that get work
         self._pending: list[_Waiting] = []
-        self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself holds tasks only weakly
+        self._calls: dict[asyncio.Task[None], tuple[int, Left]] = {}  # under way: to which replica, and what is left
 
     async def generate(self, request: Request) -> list[Completion]:
         """The completions of `request`.
@@ -224,9 +250,17 @@ class Router:
         return await waiting.future
 
     def exclude(self, replica: int) -> None:
-        """Send no more to this replica, unless it is the last: its own error then says what is wrong."""
-        if len(self._load) > 1:
-            self._load.pop(replica, None)
+        """Send no more to this replica, and wait no longer for it."""
+        self._load.pop(replica, None)
+        for call, (of, left) in self._calls.items():
+            if of == replica and call is not asyncio.current_task():
+                call.cancel()
+                self._begin_anew(left, EngineLost(f"rollout replica {replica} was lost"))
+
+    def admit(self, replica: int, engine: ActorHandle) -> None:
+        """Send to `engine` as replica `replica`, beginning with what waits."""
+        self._engines[replica], self._load[replica] = engine, 0
+        self._flush()
 
     def _put(self, waiting: _Waiting) -> None:
         if not self._pending:
@@ -234,6 +268,8 @@ class Router:
         self._pending.append(waiting)
 
     def _flush(self) -> None:
+        if not self._load:
+            return
         shares: dict[int, list[_Waiting]] = {}
         for waiting in self._pending:
             replica = min(self._load, key=self._load.__getitem__)
@@ -241,22 +277,22 @@ class Router:
             shares.setdefault(replica, []).append(waiting)
         self._pending = []
         for replica, share in shares.items():
-            task = asyncio.ensure_future(self._send(replica, share))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            left = dict(enumerate(share))
+            call = asyncio.ensure_future(self._send(replica, left))
+            self._calls[call] = replica, left
+            call.add_done_callback(self._calls.pop)
 
-    async def _send(self, replica: int, share: list[_Waiting]) -> None:
-        left = dict(enumerate(share))
+    async def _send(self, replica: int, left: Left) -> None:
         try:
             generate = self._engines[replica].generate.options(num_returns="streaming")
-            async for reference in generate.remote([waiting.request for waiting in share]):
+            async for reference in generate.remote([waiting.request for waiting in left.values()]):
                 for position, result in await reference:
                     waiting = left.pop(position)
                     self._unload(replica, [waiting])
                     if not waiting.future.done():  # a workflow may have given up waiting
                         waiting.future.set_result(result)
         except Exception as remote:  # whatever it was, whoever waits must hear of it
-            self._fail(replica, list(left.values()), unwrap(remote))
+            self._fail(replica, left, unwrap(remote))
         finally:
             self._unload(replica, left.values())
 
@@ -264,21 +300,24 @@ class Router:
         if replica in self._load:
             self._load[replica] -= sum(waiting.request.n for waiting in done)
 
-    def _fail(self, replica: int, share: list[_Waiting], error: BaseException) -> None:
-        others = self._load.keys() - {replica}
-        is_lost = isinstance(error, LOST)
-        if is_lost:
+    def _fail(self, replica: int, left: Left, error: BaseException) -> None:
+        if isinstance(error, LOST):
+            self.lost.append((self._engines[replica], str(error)))
             self.exclude(replica)
-        for waiting in share:
-            if is_lost and others and waiting.num_resends < MAX_RESENDS:
-                waiting.num_resends += 1
-                self._put(waiting)
-            elif not waiting.future.done():
+            self._begin_anew(left, error)
+            return
+        for waiting in left.values():
+            if not waiting.future.done():
                 waiting.future.set_exception(error)
 
-
-def unwrap(error: BaseException) -> BaseException:
-    """The remote error itself, without the layers that Ray puts around it."""
-    while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
-        error = error.cause
-    return error
+    def _begin_anew(self, left: Left, error: BaseException) -> None:
+        """Send what is left of a call elsewhere; `error` is of whom it was sent to."""
+        for waiting in left.values():
+            if waiting.future.done():
+                continue
+            if waiting.num_resends < MAX_RESENDS:
+                waiting.num_resends += 1
+                self._put(waiting)
+            else:
+                waiting.future.set_exception(error)
+        left.clear()

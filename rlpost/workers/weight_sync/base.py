@@ -11,7 +11,7 @@ from typing import Any
 from rlpost.metrics import Metric, Metrics, Reduce
 from rlpost.platform import platform
 from rlpost.workers.group import WorkerGroup
-from rlpost.workers.rollout.base import WeightManifest
+from rlpost.workers.rollout.base import EngineLost, WeightManifest
 from rlpost.workers.rollout.pool import OnLoss, RolloutPool
 from rlpost.workers.weight_sync.bucket import Bucket, Tensors, num_bytes
 from rlpost.workers.weight_sync.collective import GroupSpec, cancel
@@ -42,13 +42,14 @@ class WeightSync(ABC):
 
     @abstractmethod
     async def push(self, version: int) -> Metrics:
-        """Send all weights as `version`; returns when every live engine has them.
+        """Send all weights as `version`; returns when every live engine has them. Those that joined the pool get work.
 
         A replica that dies or hangs on the way is excluded from the pool, and the others get the weights anew.
 
         Raises:
             ValueError: trainer and engine do not hold the same parameters; names the difference.
             RuntimeError: an engine received other bytes than were sent.
+            EngineLost: no replica is left, but others will take their places.
             Exception: the error of the last replica that was lost.
         """
 
@@ -95,6 +96,7 @@ class BucketSync(WeightSync):
             except BaseException:
                 self._connected = {}  # the sender stopped halfway: another push begins with a new one
                 raise
+        await self._pool.admit()
         seconds = time.perf_counter() - start
         total = sum(num_bytes(shape, dtype) for shape, dtype in tensors.values())
         return {
@@ -103,6 +105,8 @@ class BucketSync(WeightSync):
             "weight_sync/gigabytes_per_s": Metric(total / 1e9 / seconds),
             "weight_sync/buckets": Metric(num_buckets, reduce=Reduce.SUM),
             "weight_sync/replicas_lost": Metric(self._pool.num_lost, reduce=Reduce.MAX),
+            "weight_sync/replicas_live": Metric(len(self._pool.live), reduce=Reduce.MIN),
+            "rollout/restarts": Metric(self._pool.num_restarts, reduce=Reduce.MAX),
         }
 
     async def _send(self, manifest: WeightManifest) -> int | None:
@@ -134,7 +138,10 @@ class BucketSync(WeightSync):
 
     async def _ask(self, method: str, *args: Any, on_loss: OnLoss | None = None) -> dict[int, Any]:
         limit_s = PATIENCE * self._pool.cfg.weight_sync_timeout_s
-        return await self._pool.call_each(method, *args, limit_s=limit_s, on_loss=on_loss)
+        answers = await self._pool.call_each(method, *args, limit_s=limit_s, on_loss=on_loss)
+        if not answers:
+            raise EngineLost("no rollout replica is left to take the weights")
+        return answers
 
     async def _cancel(self, bucket: Bucket) -> None:
         """Tell those who wait for a lost replica in a broadcast."""

@@ -77,7 +77,9 @@ class Sender:
         return next(self._buckets, None)
 
     def close(self) -> int | None:
-        """End the update and free the buffers. Returns the digest of what was written, None on ranks that did not.
+        """End the update. Returns the digest of what was written, None on ranks that did not.
+
+        The buffers go to torch's cache: who hands memory over empties it.
 
         Raises:
             BroadcastError: a bucket did not reach every reader.
@@ -85,7 +87,6 @@ class Sender:
         for buffer in self._buffers:
             buffer.wait()
         self._buckets, self._buffers = None, []
-        platform().empty_cache()
         if self._broadcaster is not None and self._broadcaster.failure is not None:
             raise self._broadcaster.failure
         return int(self._digest) & DIGEST_MASK if self._writes else None

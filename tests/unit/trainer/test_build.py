@@ -38,7 +38,7 @@ def test_resume_beyond_the_last_step_is_refused_before_anything_starts(tmp_path)
     store = CheckpointStore(tmp_path, keep=None)
 
     async def write(folder):
-        pass
+        return {}
 
     asyncio.run(store.save(10, {}, write))
     check_resume(store, "auto", total_steps=10)  # nothing is left to do, which is fine

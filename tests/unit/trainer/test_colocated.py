@@ -13,6 +13,7 @@ from rlpost.trainer.colocated import ColocatedSource
 from rlpost.trainer.source import BudgetExhausted, RewardFailure
 from rlpost.workers.config import ActorConfig, FSDPConfig
 from rlpost.workers.model_worker import ModelWorker, WorkerSetup
+from rlpost.workers.rollout.base import EngineLost
 from tests.unit.trainer.rollouts import SPEC, Stream, group, prompt
 
 
@@ -193,6 +194,105 @@ def test_nothing_moves_where_both_fit():
 
     asyncio.run(run())
     assert device.moves == ["push 0"]
+
+
+class Frail(Device):
+    """A device whose only engine dies when it is told to, and is rebuilt as often as `restarts` says."""
+
+    def __init__(self, restarts: int):
+        super().__init__()
+        self.live, self.restarts = {0: "engine"}, restarts
+        self.dies: set[str] = set()  # at the next of these moments
+        self.on_loss = None
+
+    def lose(self, moment):
+        if moment in self.dies:
+            self.dies.remove(moment)
+            self.live, self.engine = {}, set()
+            self.on_loss()
+
+    async def wake(self, tags=("weights", "kv_cache")):
+        self.lose("wake")
+        if self.live:
+            await super().wake(tags)
+
+    async def sleep(self):
+        self.lose("sleep")
+        if self.live:
+            await super().sleep()
+
+    async def push(self, version):
+        self.lose("push")
+        if not self.live:
+            raise EngineLost("no rollout replica is left")
+        return await super().push(version)
+
+    async def run(self, prompts, n, spec):
+        self.lose("run")
+        while not self.live or not self.engine:  # requests wait for an engine
+            await asyncio.sleep(0)
+        return await super().run(prompts, n, spec)
+
+    async def rebuild(self, asleep):
+        assert asleep and not self.trainer, "an engine starts while the trainer holds the memory"
+        if not self.restarts:
+            raise RuntimeError("the engine's own error")
+        self.restarts -= 1
+        self.moves.append("rebuild")
+
+    def join(self):
+        self.live = {0: "engine"}
+
+
+def on_frail_device(restarts=9):
+    shared, device = on_device()
+    device = Frail(restarts)
+    shared._pool = shared._trainers = shared._sync = device
+    device.on_loss = shared._note_loss
+    return shared, device
+
+
+@pytest.mark.parametrize("moment", ["wake", "push", "run", "sleep"])
+def test_memory_is_with_whoever_works_also_when_the_engine_dies(moment):
+    async def steps(shared, device):
+        await shared.publish(0)
+        await shared.take(2)
+        device.dies = {moment}
+        await shared.publish(1)
+        await shared.evaluate([prompt(0)], 2, None)
+        assert len(await shared.take(2)) == 2
+        assert device.trainer and not device.engine
+        await shared.publish(2)
+        assert len(await shared.take(2)) == 2
+        assert device.moves.count("rebuild") == 1 and not device.dies
+        assert [move for move in device.moves if move.startswith("push")][-1] == "push 2"
+
+    asyncio.run(asyncio.wait_for(steps(*on_frail_device()), 10))
+
+
+def test_engine_that_dies_while_generating_gets_the_same_weights_again():
+    async def steps(shared, device):
+        await shared.publish(3)
+        device.dies, device.moves = {"run"}, []
+        await shared.take(2)
+
+    shared, device = on_frail_device()
+    asyncio.run(asyncio.wait_for(steps(shared, device), 10))
+    again = ["offload False True", "wake weights", "push 3", "offload True True", "wake kv_cache"]
+    assert device.moves == ["reload", "offload True True", "rebuild", "reload", *again, "sleep", "reload"]
+
+
+@pytest.mark.parametrize("moment", ["wake", "push", "run"])
+def test_engine_that_cannot_be_rebuilt_ends_the_run_with_its_own_error(moment):
+    async def steps(shared, device):
+        await shared.publish(0)
+        await shared.take(2)
+        device.dies = {moment}
+        await shared.publish(1)
+        await shared.take(2)
+
+    with pytest.raises(RuntimeError, match="the engine's own error"):
+        asyncio.run(asyncio.wait_for(steps(*on_frail_device(restarts=0)), 10))
 
 
 class Recorder:

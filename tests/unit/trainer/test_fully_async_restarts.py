@@ -23,7 +23,7 @@ def test_a_resumed_run_keeps_finished_groups_and_trains_none_twice(tmp_path, opt
 
     async def until_saved(source, pool):
         trained = await train(source, 3)
-        await store.save(3, {"source": source.state_dict()}, lambda folder: asyncio.sleep(0))
+        await store.save(3, {"source": source.state_dict()}, lambda folder: asyncio.sleep(0, {}))
         finished = [slot.prompt.index for slot in source.buffer.slots if slot.group is not None]
         return flat(trained), finished, source.buffer.in_flight
 

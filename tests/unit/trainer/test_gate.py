@@ -54,7 +54,7 @@ class World:
         return {}
 
     async def call_async(self, method, *args):
-        return [None]
+        return [{}]
 
 
 def gate(world, mend):

@@ -10,6 +10,8 @@ from rlpost.algos.config import AlgoConfig, KLControlConfig
 from rlpost.batch import NOT_ASKED, Batch, collate
 from rlpost.metrics import Metric, Reduce
 from rlpost.trainer.config import TrainerConfig
+from rlpost.trainer.history import History
+from rlpost.trainer.ledger import Ledger
 from rlpost.trainer.nonfinite import CHECKED, NonFinite, fault_of_update, faults, require_finite
 from rlpost.trainer.replay import Bundle, ReplayStore
 from rlpost.trainer.state import CheckpointStore
@@ -112,7 +114,7 @@ class World:
     async def call_async(self, method, *args):
         if method == "save" and (args[0].parent.parent.name == "replay"):
             (args[0] / "saved").touch()
-        return [None]
+        return [{}]
 
     async def probe(self, source, version):
         return {}
@@ -150,7 +152,7 @@ class Reporter:
 def run(tmp_path):
     """Four steps of a PPO run with KL in the reward; the trainer after them."""
 
-    def run(world, **cfg):
+    def run(world, ledger=None, **cfg):
         algo = AlgoConfig(
             adv_estimator="gae",
             use_kl_in_reward=True,
@@ -167,6 +169,7 @@ def run(tmp_path):
             reporter=Reporter(world),
             checkpoints=CheckpointStore(tmp_path, None),
             replays=ReplayStore(tmp_path / "replay", {}, keep=cfg.get("max_replays_to_keep")),
+            ledger=ledger,
             groups_per_step=1,
             n=2,
             total_steps=4,
@@ -239,3 +242,12 @@ def test_bundle_of_another_format_or_none_at_all_is_refused(tmp_path):
     (tmp_path / "bundle.json").write_text('{"format": 99}')
     with pytest.raises(ValueError, match="format 99"):
         Bundle.read(tmp_path)
+
+
+def test_ledger_has_the_groups_of_a_skipped_step_dropped_and_no_step_missing(run, tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    run(World(tmp_path, columns={2: "values"}), ledger=ledger, on_nonfinite="skip")
+    history = History.read(tmp_path / "ledger.jsonl")
+    assert history.steps == {1: ["d/0/1"], 2: [], 3: ["d/0/3"], 4: ["d/0/4"]}
+    assert history.counts()["dropped_not_finite"] == 1
+    assert not [problem for problem in history.problems() if "missing" in problem or "lost" in problem]

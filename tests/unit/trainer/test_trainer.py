@@ -48,7 +48,7 @@ class Workers:
         return self.reports[role]
 
     async def call_async(self, method, *args):
-        return [None]
+        return [{}]
 
 
 class Gate:

@@ -148,7 +148,16 @@ class VirtualSync:
 
 
 def build(
-    pool: VirtualPool, *, stream=None, sampler=None, window=1, hook=None, room=8, sync_s=0.5, **options: Any
+    pool: VirtualPool,
+    *,
+    stream=None,
+    sampler=None,
+    window=1,
+    hook=None,
+    room=8,
+    sync_s=0.5,
+    ledger=None,
+    **options: Any,
 ) -> AsyncSource:
     """A source over `pool`; `options` are fields of `Limits`, of the filter, and the constructor's switches."""
     filtering = FilterGroupsConfig(
@@ -170,6 +179,7 @@ def build(
         room=room,
         hook=hook,
         clock=asyncio.get_running_loop().time,
+        ledger=ledger,
         **switches,
     )
 

@@ -8,6 +8,7 @@ from ranks import TEMPERATURE, VOCAB, Case, in_ranks, optim_config, ragged_batch
 from transformers import AutoModelForCausalLM
 
 from rlpost.algos.aggregate import AGGREGATIONS, loss_weights
+from rlpost.workers.config import FSDPConfig
 
 MODES = AGGREGATIONS.names()
 
@@ -46,6 +47,7 @@ def two(path, saved, alone, tmp_path_factory):
     cases["sequence_checkpointed"] = Case(str(path), sequence=2, model={"enable_gradient_checkpointing": True})
     cases["resumed"] = Case(str(path), load_from=saved)
     cases["lora"] = Case(str(path), model={"lora_rank": 4})
+    cases["kept"] = Case(str(path), max_tokens=31, actor={"fsdp": FSDPConfig(reshard_after_forward=False)})
     return in_ranks(2, run_cases, cases, tmp_path_factory.mktemp("two"))
 
 
@@ -109,7 +111,7 @@ def test_update_is_the_same_on_two_ranks(alone, two, mode):
     _assert_same(two[mode], alone[mode])
 
 
-@pytest.mark.parametrize("case", ["small", "sequence", "checkpointed", "sequence_checkpointed"])
+@pytest.mark.parametrize("case", ["small", "kept", "sequence", "checkpointed", "sequence_checkpointed"])
 def test_update_is_the_same_however_two_ranks_share_it(alone, two, case):
     _assert_same(two[case], alone["token-mean"])
 

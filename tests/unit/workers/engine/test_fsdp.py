@@ -1,5 +1,7 @@
 """One rank: checkpoints, exports, LoRA, tied weights, experts, gradients that are not finite."""
 
+import errno
+import os
 import random
 from pathlib import Path
 
@@ -12,8 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlpost.batch import Batch
+from rlpost.files import is_disk_full
 from rlpost.platform import free_port
 from rlpost.workers.config import ActorConfig, ModelConfig
+from rlpost.workers.engine import checkpoint
 from rlpost.workers.engine.fsdp import FSDPEngine
 
 
@@ -132,6 +136,40 @@ def test_resumed_equals_uninterrupted(path, tmp_path, updates_before, model):
     assert [_update(resumed) for _ in range(2)] == metrics
     expected = _weights(engine)
     assert all(torch.equal(weight, expected[name]) for name, weight in _weights(resumed).items())
+
+
+def test_state_is_spread_over_files_of_bounded_size(path, tmp_path, monkeypatch):
+    engine, largest = _engine(path), 8192
+    _update(engine)
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", largest)
+    digests = engine.save(tmp_path / "state")
+    files = {str(file.relative_to(tmp_path / "state")) for file in tmp_path.rglob("*") if file.is_file()}
+    assert digests.keys() == files and len(files) > 10
+    for file in (tmp_path / "state" / "shards").iterdir():
+        tensors = load_file(file)
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= largest
+    resumed = _engine(path)
+    resumed.load(tmp_path / "state")
+    assert all(torch.equal(weight, _weights(engine)[name]) for name, weight in _weights(resumed).items())
+    assert _update(resumed) == _update(engine)
+
+
+def test_a_full_disk_is_an_ordinary_error_that_tells_so(path, tmp_path, monkeypatch):
+    engine = _engine(path)
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RuntimeError, match="rank 0 failed to save to .*: OSError: .*No space left on device") as error:
+        engine.save(tmp_path / "state")
+    assert is_disk_full(error.value) and is_disk_full(RuntimeError(str(error.value)))
+
+
+def test_a_state_of_another_model_is_refused(path, tmp_path):
+    _engine(path, model={"lora_rank": 4}).save(tmp_path / "state")
+    with pytest.raises(RuntimeError, match="rank 0 failed to load from .*Missing key"):
+        _engine(path).load(tmp_path / "state")
 
 
 def test_load_of_an_empty_folder_says_so(path, tmp_path):

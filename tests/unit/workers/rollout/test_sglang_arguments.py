@@ -77,6 +77,6 @@ def test_graphs_are_captured_up_to_the_largest_batch(on_cuda):
     assert "cuda_graph_bs" not in engine_arguments(RolloutConfig(max_num_seqs=600), MODEL, 64, ACCEPTED)
 
 
-def test_attention_in_float32_has_a_kernel_that_computes_in_it(on_cuda):
-    assert engine_arguments(RolloutConfig(dtype="float32"), MODEL, 64, ACCEPTED)["attention_backend"] == "triton"
-    assert "attention_backend" not in engine_arguments(RolloutConfig(dtype="bfloat16"), MODEL, 64, ACCEPTED)
+def test_float32_is_refused_where_its_kernels_have_none(on_cuda):
+    with pytest.raises(ValueError, match="rollout.dtype=float32: .*set rollout.dtype=bfloat16"):
+        engine_arguments(RolloutConfig(dtype="float32"), MODEL, 64, ACCEPTED)

@@ -64,3 +64,8 @@ def test_every_batch_size_that_occurs_is_captured_unless_the_user_says_which(mon
     assert "cudagraph_capture_sizes" not in engine_arguments(cfg, info(100), 64, accepted)
     eager = RolloutConfig(enforce_eager=True)
     assert "cudagraph_capture_sizes" not in engine_arguments(eager, info(100), 64, ACCEPTED)
+
+
+def test_tensor_parallel_ranks_are_processes_of_the_engine():
+    cfg = RolloutConfig(tensor_model_parallel_size=2)
+    assert engine_arguments(cfg, info(100), 64, ACCEPTED)["distributed_executor_backend"] == "mp"

@@ -199,12 +199,49 @@ def test_excluded_replica_gets_no_work():
     asyncio.run(main())
 
 
-def test_last_replica_that_is_lost_raises_its_own_error():
+def test_requests_wait_for_a_replica_to_be_admitted_where_none_is_left():
     async def main():
-        router = Router([Engine(EngineLost("first")), Engine(EngineLost("second"))])
-        for _ in range(2):
-            with pytest.raises(EngineLost, match="second"):
-                await router.generate(ask())
+        router = Router([Engine(EngineLost("first"))])
+        waiting = [asyncio.ensure_future(router.generate(ask(seed=seed))) for seed in range(3)]
+        await asyncio.sleep(0.01)
+        waiting.append(asyncio.ensure_future(router.generate(ask(seed=3))))
+        await asyncio.sleep(0.01)
+        assert not any(answer.done() for answer in waiting) and [why for _, why in router.lost] == ["first"]
+        engine = Engine()
+        router.admit(0, engine)
+        answers = await asyncio.gather(*waiting)
+        assert [int(answer[0].token_ids[0]) for answer in answers] == [3, 4, 5, 6]
+        assert [len(call) for call in engine.calls] == [4]
+
+    asyncio.run(main())
+
+
+class Silent(Engine):
+    """Takes requests, and never answers."""
+
+    async def remote(self, requests: list[Request]):
+        self.calls.append(requests)
+        await asyncio.Event().wait()
+        yield
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["before", "after"])
+def test_exclusion_ends_the_wait_for_a_replica_that_hangs(begun):
+    """Also where the call to it is not under way yet."""
+
+    async def main():
+        hangs, other = Silent(), Engine()
+        router = Router([hangs, other])
+        waiting = asyncio.gather(*(router.generate(ask(seed=seed)) for seed in range(4)))
+        while not (hangs.calls if begun else router._calls):
+            await asyncio.sleep(0)
+        router.exclude(0)
+        answers = await asyncio.wait_for(waiting, 5)
+        assert [int(answer[0].token_ids[0]) for answer in answers] == [3, 4, 5, 6]
+        assert sorted(request.seed for call in other.calls for request in call) == [0, 1, 2, 3]
+        router.admit(0, engine := Engine())
+        await asyncio.gather(*(router.generate(ask()) for _ in range(4)))
+        assert [len(call) for call in engine.calls] == [2], "what it had before no longer counts"
 
     asyncio.run(main())
 
