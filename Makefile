@@ -1,17 +1,18 @@
-# make demo | test | test-sglang | lint | clean. Everything runs in plain virtual environments, made on first use.
+# make demo | test | test-sglang | lint | licenses | clean. Everything runs in plain virtual environments, made on first use.
 PYTHON ?=
 VENV ?= .venv
 SGLANG_VENV ?= .venv-sglang
 SEED ?= 1
 ARGS ?=
 
-.PHONY: help setup demo test test-sglang lint clean
+.PHONY: help setup demo test test-sglang lint licenses clean
 
 help:
 	@echo "make demo [SEED=1]      train the quickstart task on this machine; the last line is a JSON summary"
 	@echo "make test [ARGS=...]    the whole test suite, test-sglang included; with ARGS, pytest with those in .venv"
 	@echo "make test-sglang        the tests of rollout=sglang, in an environment of their own, .venv-sglang"
 	@echo "make lint               ruff, mypy, import-linter"
+	@echo "make licenses           write docs/licenses.md: the licences of all that requirements/ pins"
 	@echo "make setup [PYTHON=...] only make .venv (Python 3.11 or 3.12) and install into it"
 	@echo "make clean              remove .venv, caches and build products; runs in outputs/ stay"
 
@@ -34,6 +35,10 @@ lint: setup
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+licenses: setup
+	@PYTHON="$(PYTHON)" bash scripts/setup_env.sh $(SGLANG_VENV) sglang
+	$(VENV)/bin/python scripts/licenses.py $(VENV) $(SGLANG_VENV) >docs/licenses.md
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,4 +1,4 @@
-"""The licences of everything that the locks pin, as packages state them: `python scripts/licenses.py .venv .venv-sglang`.
+"""The licences of all that the locks pin, as packages state them: `python scripts/licenses.py .venv .venv-sglang`.
 
 Prints docs/licenses.md; the environments are those that `scripts/setup_env.sh` made for `cpu` and for `sglang`.
 """
@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 KINDS = ("cpu", "sglang")
 HEAD = """# Licences of the dependencies
 
-What `requirements/*.txt` pin, and torch, with the licence that each package states of itself. rlpost's own is Apache-2.0.
-Written by `make licenses`; a package's own files have the last word.
+What `requirements/*.txt` pin, and torch, with the licence that each package states of itself; its own files have the
+last word. rlpost's own is Apache-2.0. Written by `make licenses`.
 
 | package | version | licence | environment |
 |---|---|---|---|"""
@@ -46,9 +46,8 @@ def main(environments: list[str]) -> None:
     for kind, environment in zip(KINDS, environments, strict=True):
         (site,) = Path(environment).glob("lib/python3*/site-packages")
         installed = {canonicalize_name(d.metadata["Name"]): d for d in distributions(path=[str(site)])}
-        pinned = {canonicalize_name(r.name): (next(iter(r.specifier)).version, r.marker) for r in locked(kind)}
-        pinned["torch"] = (installed["torch"].version, None)
-        for name, (version, marker) in pinned.items():
+        pinned = [(canonicalize_name(r.name), next(iter(r.specifier)).version, r.marker) for r in locked(kind)]
+        for name, version, marker in [*pinned, ("torch", installed["torch"].version, None)]:
             known = licence(installed[name]) if name in installed else f"not installed here: only where {marker}"
             rows.setdefault((name, version), (known, []))[1].append(kind)
     print(HEAD)
