@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rlpost import heartbeat
 from rlpost.registry import load_dotted
 
 _GRACE_S = 2.0  # beyond its time limit, a call ends this process even if nobody is left to kill it
@@ -24,8 +25,9 @@ class Call:
     imports: Sequence[str] | None = None
 
 
-def serve(fd: int) -> None:
+def serve(fd: int, heartbeats: str | None = None) -> None:
     """Answer each `Call` on the connection `fd` with `(True, result)` or `(False, message)`, until the end of file."""
+    heartbeat.start(heartbeats, heartbeat.numberless("reward"))
     connection = Connection(fd)
     while True:
         try:
@@ -37,7 +39,8 @@ def serve(fd: int) -> None:
             continue
         faulthandler.dump_traceback_later(call.timeout_s + _GRACE_S, exit=True)
         try:
-            connection.send((True, _answer(call)))
+            with heartbeat.phase("reward", call.path):
+                connection.send((True, _answer(call)))
         except BaseException as error:  # the edge of the process: whatever the user's code raises is reported
             where = traceback.extract_tb(error.__traceback__)[-1]
             connection.send((False, f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"))

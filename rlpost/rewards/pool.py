@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
+from rlpost import heartbeat
 from rlpost.rewards.child import Call
 
-_START = "import sys; sys.path[:] = {path!r}; from rlpost.rewards.child import serve; serve({fd})"
+_START = "import sys; sys.path[:] = {path!r}; from rlpost.rewards.child import serve; serve({fd}, {heartbeats!r})"
 
 
 class PoolError(Exception):
@@ -126,7 +127,7 @@ class _Child:
             self._connection, theirs = Pipe()
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _START.format(path=sys.path, fd=theirs.fileno())],
+                    [sys.executable, "-c", _START.format(path=sys.path, fd=theirs.fileno(), heartbeats=_heartbeats())],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
@@ -149,6 +150,11 @@ class _Child:
         if not fine:
             raise PoolError(reply)
         return reply
+
+
+def _heartbeats() -> str | None:
+    folder = heartbeat.current().folder
+    return None if folder is None else str(folder)
 
 
 def _kill_session(process: subprocess.Popen) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from rlpost import heartbeat
 from rlpost.batch import Group, Prompt, Trajectory
 from rlpost.platform import exported, platform
 from rlpost.rewards.config import RewardConfig
@@ -222,6 +223,7 @@ class RolloutPool:
             results = await _own(self._workers[which].run.remote(list(chunk), n, spec))
         finally:
             self._load[which] -= len(chunk)
+            heartbeat.beat()
         return [_group(prompt, trajectories) for prompt, trajectories in zip(chunk, results, strict=True)]
 
 
