@@ -15,7 +15,8 @@ from rlpost.heartbeat import DUMP_REQUEST, DUMP_SIGNAL, WRITE_S, Pulse, stacks_p
 
 ANSWER_S = 5 * WRITE_S  # for processes to write their stacks
 PY_SPY_S = 20.0  # for one process
-NOT_WORK = ("rlpost/heartbeat.py", "rlpost/trainer/watch.py")  # threads in these only watch
+PACKAGE = Path(__file__).parents[1]
+WATCHERS = (("rlpost/heartbeat.py", "_keep_writing"), ("rlpost/trainer/watch.py", "_run"))  # threads that only watch
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)')
 
@@ -28,6 +29,12 @@ class Frame:
     line: int
     function: str
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether the file is one of rlpost's, wherever that is installed on the process's node."""
+        _, found, inside = self.file.rpartition("/rlpost/")
+        return bool(found) and (PACKAGE / inside).is_file()
+
     def __str__(self) -> str:
         return f"{self.function} ({'/'.join(self.file.rsplit('/', 3)[1:])}:{self.line})"
 
@@ -39,7 +46,8 @@ def collect(pulses: Iterable[Pulse], folder: Path, host: str) -> dict[str, str]:
     of other hosts by a file, for which their heartbeats look.
     """
     pulses = list(pulses)
-    (folder / DUMP_REQUEST).touch()
+    if any(pulse.host != host for pulse in pulses):
+        (folder / DUMP_REQUEST).touch()
     for pulse in pulses:
         if pulse.host == host and _is_ours(pulse.pid):
             with suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
@@ -47,9 +55,10 @@ def collect(pulses: Iterable[Pulse], folder: Path, host: str) -> dict[str, str]:
     deadline = time.monotonic() + ANSWER_S
     texts: dict[str, str] = {}
     while time.monotonic() < deadline:
+        before = texts
         time.sleep(WRITE_S / 2)
         texts = {pulse.name: _read(stacks_path(folder, pulse.name)) for pulse in pulses}
-        if all(texts.values()):
+        if all(texts.values()) and texts == before:  # whole, as far as can be told
             break
     return {name: text for name, text in texts.items() if text}
 
@@ -96,9 +105,14 @@ def parse(text: str) -> list[list[Frame]]:
 
 
 def working(threads: list[list[Frame]]) -> list[Frame]:
-    """The thread that runs code of rlpost's, and not only its outermost loop; [] if all wait for work."""
-    busy = [t for t in threads if any("rlpost/" in f.file for f in t) and not any(f.file.endswith(NOT_WORK) for f in t)]
-    return max(busy, key=lambda t: sum("rlpost/" in f.file for f in t), default=[])
+    """The thread with the most frames of rlpost's, those that only watch left out; [] if no thread has one."""
+
+    def watches(frame: Frame) -> bool:
+        return any(frame.file.endswith(file) and frame.function == function for file, function in WATCHERS)
+
+    busy = [thread for thread in threads if not any(map(watches, thread))]
+    best = max(busy, key=lambda thread: sum(frame.is_ours for frame in thread), default=[])
+    return best if any(frame.is_ours for frame in best) else []
 
 
 def collective(threads: list[list[Frame]]) -> Frame | None:

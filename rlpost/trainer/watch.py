@@ -19,7 +19,7 @@ import psutil
 from rlpost import heartbeat
 from rlpost.endings import STALLED
 from rlpost.trainer.config import TimeoutsConfig
-from rlpost.trainer.stall import headline, write_report
+from rlpost.trainer.stall import Report, write_report
 from rlpost.trainer.watchdog import DRIVER, Stall, Watchdog
 
 LOOK_S = 1.0
@@ -71,7 +71,7 @@ class Watch:
         try:
             return write_report(stalls, self._dog, self.folder, self._report)
         except Exception as error:  # a full disk, say: the run must end all the same
-            return "\n".join([*headline(stalls, {}, {}), f"the report could not be written: {error!r}"])
+            return "\n".join([*Report(stalls, self._dog, {}).headline(), f"the report could not be written: {error!r}"])
 
     def _end(self) -> None:
         heard = threading.Event()

@@ -62,6 +62,10 @@ class Watchdog:
         limits: phase -> seconds; None or no entry: no limit.
         read: what all processes say, the driver among them.
         clock: seconds.
+
+    Attributes:
+        seen: every process by name.
+        looked: when `look` was called last.
     """
 
     def __init__(
@@ -71,24 +75,28 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._limits, self._read, self._clock = limits, read, clock
-        self._looked = clock()
+        self.looked = clock()
         self.seen: dict[str, Seen] = {}
 
     def look(self) -> list[Stall]:
         """Who has stalled by now; the driver last, since others are more likely the cause."""
         now = self._clock()
-        if now - self._looked > PAUSE_S:
-            self._forgive(now - self._looked)
-        self._looked = now
+        if now - self.looked > PAUSE_S:
+            self._forgive(now - self.looked)
+        self.looked = now
         for pulse in self._read():
             self._note(pulse, now)
         self._feed_driver()
         stalls = [self._judge(one, now) for one in self.seen.values()]
         return sorted(filter(None, stalls), key=lambda stall: (stall.pulse.name == DRIVER, stall.pulse.name))
 
+    def alive(self) -> list[Seen]:
+        """Processes that matter: not those that have fallen silent while they waited for work or scored an answer."""
+        return [one for one in self.seen.values() if self.is_heard(one) or one.pulse.phase in self._limits]
+
     def is_heard(self, one: Seen) -> bool:
         """Whether it lives and its files reach us."""
-        return self._looked - one.heard < SILENT_S
+        return self.looked - one.heard < SILENT_S
 
     def _note(self, pulse: Pulse, now: float) -> None:
         before = self.seen.get(pulse.name)

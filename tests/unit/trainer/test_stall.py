@@ -11,7 +11,7 @@ import pytest
 from rlpost import heartbeat
 from rlpost.heartbeat import Pulse
 from rlpost.trainer import stacks
-from rlpost.trainer.stall import headline, where, write_report
+from rlpost.trainer.stall import Report, write_report
 from rlpost.trainer.watchdog import Stall, Watchdog
 
 IN_COLLECTIVE = """\
@@ -38,8 +38,12 @@ Thread 0x00007f02 (most recent call first):
 """
 
 
-def stall(name, phase="train", doing="train actor", step=None):
-    pulse = Pulse(name=name, host="here", pid=1, phase=phase, doing=doing, step=step)
+WAITING = IDLE + '  File "/site/rlpost/trainer/build.py", line 74 in execute\n'
+WATCHING = IN_COLLECTIVE.partition("\n\n")[0]
+
+
+def stall(name, phase="train", doing="train actor"):
+    pulse = Pulse(name=name, host="here", pid=1, phase=phase, doing=doing)
     return Stall(pulse=pulse, stuck_s=61.0, limit_s=60.0)
 
 
@@ -54,29 +58,55 @@ def test_collective_is_named_and_whoever_works_is_in_none():
     assert stacks.collective(stacks.parse(ASLEEP)) is None
 
 
+def report(*stalls, **texts):
+    """Of these stalls and dumps, `rank_0` for "rank 0", in step 4."""
+    driver = Pulse(name="driver", host="here", pid=2, phase="train", step=4)
+    reward = Pulse(name="reward 7@here", host="here", pid=7, phase="reward", doing="my.slow_reward")
+    dog = Watchdog({"train": 60.0}, lambda: [driver, *([reward] if "reward" in texts else [])], clock=lambda: 0.0)
+    dog.look()
+    names = {"reward": "reward 7@here"}
+    return Report(stalls, dog, {names.get(n, n.replace("_", " ")): stacks.parse(text) for n, text in texts.items()})
+
+
 def test_place_is_the_innermost_line_and_ours_that_led_there():
-    assert where(stacks.parse(ASLEEP)) == (
+    said = report(rank_0=ASLEEP, rank_1=IDLE, driver=WAITING, rank_3=WATCHING, rank_4=IN_COLLECTIVE)
+    assert said.where("rank 0") == (
         "slow_loss (home/me/losses.py:12), called from train_step (workers/engine/fsdp.py:110)"
     )
-    assert where(stacks.parse(IDLE)) == "no code of rlpost's: it waits"
-    assert where([]) == "its stacks could not be had"
+    assert said.where("rank 1") == said.where("rank 3") == "no code of rlpost's: it waits for work"
+    assert said.where("driver") == "its event loop: it waits for others"
+    assert said.where("rank 4") == "the collective all_reduce (torch/distributed/distributed_c10d.py:3014)"
+    assert said.where("rank 9") == "an unknown place: its stacks could not be had"
+
+
+def test_file_in_a_folder_that_is_called_like_the_package_is_not_ours():
+    assert not stacks.Frame("/home/me/rlpost/.venv/lib/threading.py", 3, "wait").is_ours
+    assert stacks.Frame("/home/me/rlpost/rlpost/heartbeat.py", 3, "wait").is_ours
 
 
 def test_rank_outside_the_collective_is_to_blame_and_not_those_that_wait_for_it():
-    threads = {"rank 0": stacks.parse(IN_COLLECTIVE), "rank 1": stacks.parse(ASLEEP)}
-    waits = {"rank 0": stacks.collective(threads["rank 0"])}
-    first, second = headline([stall("rank 0"), stall("rank 1"), stall("driver", step=4)], waits, threads)
+    stalls = stall("rank 0"), stall("rank 1"), stall("driver", doing="")
+    first, second = report(*stalls, rank_0=IN_COLLECTIVE, rank_1=ASLEEP, driver=WAITING).headline()
     assert first.startswith("rank 1 made no progress in phase 'train' (train actor) of step 4 for 61 s ")
     assert "trainer.timeouts.train_s=60" in first and "slow_loss" in first
     assert second == "rank 0 waits for other ranks in all_reduce (torch/distributed/distributed_c10d.py:3014)"
 
 
 def test_ranks_that_all_wait_are_all_named():
-    threads = {name: stacks.parse(IN_COLLECTIVE) for name in ("rank 0", "rank 1")}
-    waits = {name: stacks.collective(found) for name, found in threads.items()}
-    lines = headline([stall("rank 0"), stall("rank 1")], waits, threads)
+    lines = report(stall("rank 0"), stall("rank 1"), rank_0=IN_COLLECTIVE, rank_1=IN_COLLECTIVE).headline()
     assert lines[0].startswith("rank 0 made") and "it is in the collective all_reduce" in lines[0]
     assert lines[1].startswith("rank 1 made")
+
+
+def test_driver_is_to_blame_where_nobody_else_is():
+    (line,) = report(stall("driver", doing=""), driver=WAITING).headline()
+    assert line.startswith("driver made no progress in phase 'train' of step 4 for 61 s")
+
+
+def test_reward_that_runs_is_named():
+    lines = report(stall("workflow 3@here", "generate", "rewards of prompt 5"), reward=ASLEEP).headline()
+    assert lines[0].startswith("workflow 3@here made no progress in phase 'generate' (rewards of prompt 5)")
+    assert lines[1].startswith("reward 7@here runs my.slow_reward; it is in slow_loss (home/me/losses.py:12)")
 
 
 @pytest.fixture
@@ -85,7 +115,7 @@ def hanging(tmp_path):
     script = (
         "import sys, time\nfrom rlpost import heartbeat\n\ndef hang():\n    time.sleep(600)\n\n"
         "heartbeat.start(sys.argv[1], 'rank 1')\n"
-        "with heartbeat.phase('train', 'train actor', step=2):\n    hang()\n"
+        "with heartbeat.phase('train', 'train actor'):\n    hang()\n"
     )
     folder = tmp_path / "heartbeats"
     process = subprocess.Popen([sys.executable, "-c", script, folder])
@@ -107,10 +137,10 @@ def seen(folder):
 def test_report_holds_every_process_and_a_file_of_its_stacks(tmp_path, hanging):
     stalls, dog = seen(hanging)
     said = write_report(stalls, dog, hanging, tmp_path / "stall")
-    report = (tmp_path / "stall" / "report.txt").read_text()
-    assert said.startswith("rank 1 made no progress in phase 'train' (train actor) of step 2 for 2 s")
+    written = (tmp_path / "stall" / "report.txt").read_text()
+    assert said.startswith("rank 1 made no progress in phase 'train' (train actor) for 2 s")
     assert str(tmp_path / "stall") in said.splitlines()[-1]
-    assert f"{socket.gethostname()}:" in report and "every process" in report
+    assert f"{socket.gethostname()}:" in written and "every process" in written
     assert "in hang" in (tmp_path / "stall" / "rank_1.txt").read_text()
 
 
