@@ -13,4 +13,4 @@ class Stalled(Exception):
 
 
 class Preempted(Exception):
-    """SIGTERM, and the step did not end within `trainer.grace_period_s`; the message says what a resume begins from."""
+    """SIGTERM, and the step could not be ended in order; the message says why, and what a resume begins from."""

@@ -159,10 +159,17 @@ _of_this_process = Heartbeat()
 
 
 def start(folder: str | Path | None, name: str) -> Heartbeat:
-    """Begin the heartbeat of this process, in place of an earlier one; None: keep it to oneself."""
+    """Begin the heartbeat of this process, in place of an earlier one; None: keep it to oneself.
+
+    So it is where the folder cannot be made, as on a node that does not share it: the run itself may do without.
+    """
     global _of_this_process
     _of_this_process.close()
-    _of_this_process = Heartbeat(Path(folder) if folder else None, name)
+    try:
+        _of_this_process = Heartbeat(Path(folder) if folder else None, name)
+    except OSError as error:
+        logger.warning("%s has no heartbeat: %s", name, error)
+        _of_this_process = Heartbeat(None, name)
     return _of_this_process
 
 

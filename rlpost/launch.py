@@ -60,7 +60,7 @@ def launch(execute: Execute) -> None:
     def job(cfg: DictConfig) -> None:
         hydra_cfg = HydraConfig.get()
         status = run(cfg, Path(hydra_cfg.runtime.output_dir), execute)
-        if status == INTERRUPTED and terminated:
+        if status in (INTERRUPTED, FAILED) and terminated:  # a scheduler may end our other processes as well
             status = RESUMABLE
         ended = status in (INTERRUPTED, RESUMABLE)  # from outside, which ends a multirun as well
         if status and not ended and hydra_cfg.mode == RunMode.MULTIRUN:  # Hydra goes on, then exits non-zero
@@ -125,6 +125,7 @@ def run(cfg: DictConfig, run_dir: Path, execute: Execute) -> int:
         return INTERRUPTED
     except (Stalled, Preempted) as ended:
         print(f"rlpost: {ended}", file=sys.stderr)
+        (run_dir / "error.txt").write_text(traceback.format_exc())  # also of what it may hide
         return STALLED if isinstance(ended, Stalled) else RESUMABLE
     except SystemExit as error:  # of the user's code, say: it would pass for success
         print(f"rlpost: something called sys.exit({error.code!r}) before the run had ended", file=sys.stderr)

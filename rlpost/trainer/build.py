@@ -66,7 +66,7 @@ def execute(cfg: Config, run_dir: Path) -> dict[str, Any]:
 
     Raises:
         Stalled: no progress within a limit of `trainer.timeouts`.
-        Preempted: SIGTERM, and no end of the step within `trainer.grace_period_s`.
+        Preempted: SIGTERM, and no end of the step within `trainer.grace_period_s`, or an error that it may have caused.
     """
     grace_s = cfg.trainer.grace_period_s
     with watching(run_dir, cfg.trainer.timeouts) as watch, closing(Interrupts(grace_s)) as interrupts:
@@ -75,12 +75,12 @@ def execute(cfg: Config, run_dir: Path) -> dict[str, Any]:
         except BaseException as error:  # a cancelled task, or what its cancellation led to
             if watch.stalled is not None:
                 raise Stalled(watch.stalled) from error
-            if interrupts.expired:
+            if interrupts.stopped_by == "SIGTERM":
+                late = f"no end of the step within trainer.grace_period_s={grace_s}"
+                reason = late if interrupts.expired else f"and then {type(error).__name__}: {error}"
                 saved = CheckpointStore(run_dir / "checkpoints", None).complete()
                 goes_on = f"goes on from {saved[-1]}" if saved else "begins anew: there is no checkpoint yet"
-                raise Preempted(
-                    f"SIGTERM: no end of the step within trainer.grace_period_s={grace_s:g}; the same command {goes_on}"
-                ) from error
+                raise Preempted(f"SIGTERM, {reason}\nThe same command {goes_on}") from error
             raise
 
 

@@ -10,7 +10,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +81,13 @@ class Watch:
             if self._task is not None:
                 self._task.cancel()
 
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(cancel)
-            if heard.wait(HEAR_S) and self._closed.wait(CLEAN_UP_S):
-                return
+        patience_s = CLEAN_UP_S
+        if self._loop is not None and not self._loop.is_closed():  # else it ends already
+            with suppress(RuntimeError):  # closed this moment
+                self._loop.call_soon_threadsafe(cancel)
+            patience_s = CLEAN_UP_S if heard.wait(HEAR_S) or self._loop.is_closed() else 0.0
+        if self._closed.wait(patience_s):
+            return
         end_now(STALLED, f"{self.stalled}\n(the driver could not end by itself)")
 
 

@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlpost.endings import INTERRUPTED, RESUMABLE
@@ -104,8 +105,18 @@ def test_step_longer_than_the_grace_period_is_given_up(checkpoint, hold, tmp_pat
     assert run.wait(60.0) == RESUMABLE
     assert run.left_behind() == []
     assert run.has_checkpoint(1) and not run.has_checkpoint(2)
-    assert "no end of the step within trainer.grace_period_s=1; the same command goes on from" in run.stderr
+    assert "no end of the step within trainer.grace_period_s=1.0\nThe same command goes on from" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_sigterm_to_every_process_is_resumable_too(checkpoint, hold, tmp_path):
+    run = Run(tmp_path / "a", *overrides(checkpoint, hold), "trainer.save_freq=1")
+    reach_step_2(run, hold)
+    for process in [psutil.Process(run.process.pid), *psutil.Process(run.process.pid).children(recursive=True)]:
+        process.send_signal(signal.SIGTERM)  # as Slurm does
+    assert run.wait(120.0) == RESUMABLE
+    assert run.left_behind() == []
+    assert run.has_checkpoint(1) and "SIGTERM" in run.stderr
 
 
 def test_sigterm_while_starting_is_resumable(checkpoint, hold, tmp_path):

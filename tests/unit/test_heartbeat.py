@@ -100,6 +100,13 @@ def test_broken_and_foreign_files_are_left_out(tmp_path, beating):
     assert [pulse.name for pulse in read_pulses(tmp_path)] == ["rank 0"]
 
 
+def test_process_goes_on_where_there_can_be_no_folder(tmp_path):
+    (tmp_path / "file").touch()
+    mine = heartbeat.start(tmp_path / "file" / "folder", "rank 0")
+    with heartbeat.phase("train"):
+        assert mine.folder is None and mine.pulse().phase == "train"
+
+
 def test_stacks_are_written_for_a_request_in_the_shared_folder(tmp_path, beating):
     (tmp_path / heartbeat.DUMP_REQUEST).touch()
     until(lambda: "most recent call first" in stacks_path(tmp_path, "rank 0").read_text())
