@@ -2,9 +2,12 @@
 
 import time
 from collections import ChainMap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rlpost import heartbeat
 from rlpost.algos.algorithm import Algorithm
 from rlpost.batch import Batch, Group, collate
 from rlpost.metrics import Metric, Metrics, Reduce, Timers, merge, scalars
@@ -66,10 +69,13 @@ class Trainer:
     async def fit(self) -> dict[str, Any]:
         """Train to `total_steps`, or until `stop_requested`; returns the summary that `main` prints."""
         start = time.perf_counter()
-        resumed = await self._resume()
+        with heartbeat.phase("save", "resume"):
+            resumed = await self._resume()
         self._checkpoints.set_aside(self.step)
-        await self._source.publish(self.step)
-        await self._gate.probe(self._source, self.step)
+        with heartbeat.phase("publish", step=self.step):
+            await self._source.publish(self.step)
+        with heartbeat.phase("validate", "parity probe"):
+            await self._gate.probe(self._source, self.step)
         if self._cfg.val_before_train and not resumed:
             await self._validate()
         while self.step < self.total_steps and not self.stop_requested:
@@ -82,7 +88,8 @@ class Trainer:
             if last or self.stop_requested or _due(self.step, self._cfg.save_freq):
                 await self._save()
         if self.step == self.total_steps and self._cfg.export_hf:
-            await self._workers.call_async("export_hf", self._reporter.folder / "hf")
+            with heartbeat.phase("save", "export_hf"):
+                await self._workers.call_async("export_hf", self._reporter.folder / "hf")
         return self._reporter.summary(self.step, time.perf_counter() - start, finished=self.step >= self.total_steps)
 
     async def _train_step(self) -> Metrics:
@@ -95,14 +102,14 @@ class Trainer:
             columns, algo_metrics = self._algorithm.advantages(batch)
             batch.update(columns)
             metrics |= algo_metrics
-            with timers("train"):
+            with self._phase("train"):
                 await self._profile("start_profile")
                 for role in self._algorithm.trains(self.step):
                     trained = await self._workers.train(role, batch, self._algorithm, self.step)
                     metrics = merge([metrics, trained])  # what both roles report, such as memory, is reduced
                 await self._profile("stop_profile", self._reporter.folder / "profile" / f"step_{self.step}")
             self._ledger.trained(self.step, groups)
-            with timers("publish"):
+            with self._phase("publish"):
                 metrics |= await self._source.publish(version=self.step)
         self._reporter.rollouts(self.step, groups)
         return metrics | self._source.metrics() | timers.pop()
@@ -112,19 +119,26 @@ class Trainer:
         try:
             return await self._sample()
         except ParityError as error:
-            if not await self._gate.repair(error, self.step - 1):
+            with heartbeat.phase("start", "repair of the engine"):
+                repaired = await self._gate.repair(error, self.step - 1)
+            if not repaired:
                 raise
         self._source.rewind()
         return await self._sample()
 
     async def _sample(self) -> tuple[list[Group], Batch, Metrics]:
-        with self._timers("generate"):
+        with self._phase("generate"):
             groups = await self._source.take(self._groups_per_step)
         batch = collate(groups, self._n)
-        with self._timers("infer"):
+        with self._phase("infer"):
             for column in self._algorithm.needs():
                 batch.update(await self._workers.infer(column, batch))
             return groups, batch, await self._gate.check(batch, version=self.step - 1)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        with heartbeat.phase(name, step=self.step), self._timers(name):
+            yield
 
     async def _profile(self, method: str, *args: Any) -> None:
         if self.step in self._cfg.profile_steps:
@@ -132,7 +146,8 @@ class Trainer:
 
     async def _validate(self) -> None:
         if self._evaluator is not None:
-            report, groups = await self._evaluator.run(self._source.evaluate)
+            with heartbeat.phase("validate", step=self.step):
+                report, groups = await self._evaluator.run(self._source.evaluate)
             shown = self._evaluator.rows(groups[: self._cfg.log_val_generations], samples=1)
             self._reporter.validation(self.step, report, shown)
 
@@ -145,7 +160,8 @@ class Trainer:
             self._ledger.copy(folder / LEDGER)
             return dict(ChainMap(*await self._workers.call_async("save", folder)))
 
-        await self._checkpoints.save(self.step, state, write)
+        with heartbeat.phase("save", step=self.step):
+            await self._checkpoints.save(self.step, state, write)
 
     async def _resume(self) -> bool:
         folder = self._checkpoints.find(self._cfg.resume)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from rlpost import heartbeat
 from rlpost.batch import Batch, Provenance
 from rlpost.metrics import Metric, Metrics, Reduce, merge
 from rlpost.platform import platform
@@ -101,7 +102,10 @@ class FSDPEngine(TrainEngine):
         """
         self.model.eval()
         with nullcontext() if adapter else self.model.adapter_off():
-            outputs = [_to_host(self._run(m, entropy, temperature)[1]) for m in micro_batches]
+            outputs = []
+            for micro_batch in micro_batches:
+                outputs.append(_to_host(self._run(micro_batch, entropy, temperature)[1]))
+                heartbeat.beat()
         self._reshard()
         return outputs
 
@@ -117,7 +121,9 @@ class FSDPEngine(TrainEngine):
                 parts.append(metrics)
             else:
                 anchor.backward()
+            heartbeat.beat()
         own = self._update()
+        heartbeat.beat()
         return merge([*parts, own]) if self.parallel.leads_sequence else {}
 
     def _run_for_loss(self, batch: Batch) -> tuple[Batch, Output, Tensor]:
