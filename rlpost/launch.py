@@ -1,7 +1,7 @@
 """How every command starts: check the command line, compose, run, and end with a status that says how it went.
 
-0 finished; 1 the run failed; 2 the configuration is wrong; 130 interrupted (with a checkpoint, unless it had to
-stop at once).
+0 finished; 1 the run failed; 2 the configuration is wrong; 70 it stalled; 75 SIGTERM, and resumable; 130 Ctrl-C.
+Tabled in docs/reliability.md.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from rlpost.config import CONFIG_DIR, Config, register, to_object
+from rlpost.endings import CONFIG_ERROR, FAILED, FINISHED, INTERRUPTED, RESUMABLE, STALLED, Preempted, Stalled
 from rlpost.overrides import check_overrides, check_stated
 from rlpost.redact import redact_files
 
-FAILED, CONFIG_ERROR, INTERRUPTED = 1, 2, 130
 VALUE_FLAGS = {"--cfg", "-c", "--package", "-p", "--info", "-i"}  # the next word is theirs, not an override
 OTHER_CONFIG = {"--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--experimental-rerun"}
 HELP = {"--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc"}
@@ -40,7 +40,7 @@ def launch(execute: Execute) -> None:
     """Run the command line's configuration, or each of a multirun's, through `execute(config, run_dir)`.
 
     `execute` returns the summary, printed as JSON on the last line of standard output; in it `finished: false` means
-    interrupted, and `passed: false` that what was to be checked is not so (exit status 1).
+    interrupted, by `stopped_by`, and `passed: false` that what was to be checked is not so (exit status 1).
     """
     register()
     args = sys.argv[1:]
@@ -60,18 +60,25 @@ def launch(execute: Execute) -> None:
         hydra_cfg = HydraConfig.get()
         redact_files(_saved_by_hydra(hydra_cfg))
         status = run(cfg, Path(hydra_cfg.runtime.output_dir), execute, hydra_cfg)
-        if status and hydra_cfg.mode == RunMode.MULTIRUN:  # Hydra goes on with the rest, then exits non-zero
-            if status == INTERRUPTED:
-                raise KeyboardInterrupt
+        if status in (INTERRUPTED, FAILED) and terminated:  # a scheduler may end our other processes as well
+            status = RESUMABLE
+        ended = status in (INTERRUPTED, RESUMABLE)  # from outside, which ends a multirun as well
+        if status and not ended and hydra_cfg.mode == RunMode.MULTIRUN:  # Hydra goes on, then exits non-zero
             raise RunFailed(f"exit status {status}, see above and {hydra_cfg.runtime.output_dir}")
         if status:
             sys.exit(status)
 
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))  # both end what was started
+    terminated: list[int] = []
+
+    def on_sigterm(number: int, frame: object) -> None:
+        terminated.append(number)
+        signal.raise_signal(signal.SIGINT)  # both end what was started
+
+    signal.signal(signal.SIGTERM, on_sigterm)
     try:
         job()
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(RESUMABLE if terminated else INTERRUPTED)
 
 
 def _saved_by_hydra(cfg: HydraConf) -> list[Path]:
@@ -99,6 +106,14 @@ def run(cfg: DictConfig, run_dir: Path, execute: Execute, hydra_cfg: HydraConf |
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("rlpost: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except (Stalled, Preempted) as ended:
+        print(f"rlpost: {ended}", file=sys.stderr)
+        (run_dir / "error.txt").write_text(traceback.format_exc())  # also of what it may hide
+        return STALLED if isinstance(ended, Stalled) else RESUMABLE
+    except SystemExit as error:  # of the user's code, say: it would pass for success
+        print(f"rlpost: something called sys.exit({error.code!r}) before the run had ended", file=sys.stderr)
+        (run_dir / "error.txt").write_text(traceback.format_exc())
+        return FAILED
     except Exception as error:  # the process edge: say what happened, keep the trace, exit non-zero
         trace = run_dir / "error.txt"
         trace.write_text(traceback.format_exc())
@@ -106,5 +121,5 @@ def run(cfg: DictConfig, run_dir: Path, execute: Execute, hydra_cfg: HydraConf |
         return FAILED
     print(json.dumps(summary), flush=True)
     if not summary.get("finished", True):
-        return INTERRUPTED
-    return 0 if summary.get("passed", True) else FAILED
+        return RESUMABLE if summary.get("stopped_by") == "SIGTERM" else INTERRUPTED
+    return FINISHED if summary.get("passed", True) else FAILED

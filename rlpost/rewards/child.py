@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rlpost import heartbeat
 from rlpost.registry import load_dotted
 from rlpost.rewards.limits import ErrorKind, limit_growth
 
@@ -32,8 +33,9 @@ class Call:
     memory_bytes: int | None = None
 
 
-def serve(fd: int) -> None:
+def serve(fd: int, heartbeats: str | None = None) -> None:
     """Answer each `Call` on the connection `fd` with `(None, result)` or `(kind of error, message)`, until it ends."""
+    heartbeat.start(heartbeats, heartbeat.numberless("reward"))
     connection = Connection(fd)
     while True:
         try:
@@ -45,7 +47,8 @@ def serve(fd: int) -> None:
             continue
         faulthandler.dump_traceback_later(call.timeout_s + _GRACE_S, exit=True)
         try:
-            result = _answer(call)
+            with heartbeat.phase("reward", call.path):
+                result = _answer(call)
             with contextlib.suppress(ValueError):  # the function closed it
                 sys.stdout.flush()  # what was printed belongs to this call
             connection.send((None, result))

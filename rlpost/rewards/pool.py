@@ -14,10 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import IO, Any
 
+from rlpost import heartbeat
 from rlpost.rewards.child import Call
 from rlpost.rewards.limits import MIB, ErrorKind
 
-_START = "import sys; sys.path[:] = {path!r}; from rlpost.rewards.child import serve; serve({fd})"
+_START = "import sys; sys.path[:] = {path!r}; from rlpost.rewards.child import serve; serve({fd}, {heartbeats!r})"
 
 
 class PoolError(Exception):
@@ -148,7 +149,7 @@ class _Child:
             self._connection, theirs = Pipe()
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _START.format(path=sys.path, fd=theirs.fileno())],
+                    [sys.executable, "-c", _START.format(path=sys.path, fd=theirs.fileno(), heartbeats=_heartbeats())],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -214,6 +215,11 @@ def _pass_on(printed: IO[bytes]) -> int:
     chunk = os.read(printed.fileno(), 65536)
     sys.stderr.write(chunk.decode(errors="replace"))
     return len(chunk)
+
+
+def _heartbeats() -> str | None:
+    folder = heartbeat.current().folder
+    return None if folder is None else str(folder)
 
 
 def _kill_session(process: subprocess.Popen) -> None:

@@ -4,9 +4,8 @@ import asyncio
 import dataclasses
 import logging
 import signal
-import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,11 @@ import ray
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from rlpost import heartbeat
 from rlpost.algos.algorithm import Algorithm
 from rlpost.config import Config
 from rlpost.data import PromptStream, load_val_sets
+from rlpost.endings import Preempted, Stalled
 from rlpost.files import below
 from rlpost.platform import RAY_ENV, adopt_visibility, cpu_count, exported, platform
 from rlpost.rewards.model import RewardModel
@@ -28,6 +29,7 @@ from rlpost.trainer.evaluate import Evaluator
 from rlpost.trainer.fit import check_fit
 from rlpost.trainer.gate import ParityGate, Repair
 from rlpost.trainer.history import LEDGER
+from rlpost.trainer.interrupts import Interrupts
 from rlpost.trainer.ledger import Ledger
 from rlpost.trainer.repair import AiterRepair
 from rlpost.trainer.replay import ReplayStore, describe
@@ -35,6 +37,7 @@ from rlpost.trainer.report import Reporter
 from rlpost.trainer.sources import build_source, check_callables, pools, takes_turns
 from rlpost.trainer.state import CheckpointStore
 from rlpost.trainer.trainer import Trainer
+from rlpost.trainer.watch import Watch, watching
 from rlpost.workers.config import TrainRoleConfig
 from rlpost.workers.group import WorkerGroup
 from rlpost.workers.model import ModelInfo, inspect, resolve_path
@@ -47,7 +50,6 @@ from rlpost.workers.rollout.workflow import get_workflow
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE_S = 1.0  # signals closer together than this are one: `timeout` and terminals send several
 PARITY_LIMIT = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}  # nats, of the engine's dtype
 
 
@@ -65,17 +67,37 @@ class Facts:
 
 
 def execute(cfg: Config, run_dir: Path) -> dict[str, Any]:
-    """Run `cfg` to its end in `run_dir` and return the summary; every process started is ended, however it ends."""
-    return asyncio.run(_execute(cfg, run_dir))
+    """Run `cfg` to its end in `run_dir` and return the summary; every process started is ended, however it ends.
+
+    Raises:
+        Stalled: no progress within a limit of `trainer.timeouts`.
+        Preempted: SIGTERM, and no end of the step within `trainer.grace_period_s`, or an error that it may have caused.
+    """
+    grace_s = cfg.trainer.grace_period_s
+    with watching(run_dir, cfg.trainer.timeouts) as watch, closing(Interrupts(grace_s)) as interrupts:
+        try:
+            return asyncio.run(_execute(cfg, run_dir, watch, interrupts))
+        except BaseException as error:  # a cancelled task, or what its cancellation led to
+            if watch.stalled is not None:
+                raise Stalled(watch.stalled) from error
+            if interrupts.stopped_by == "SIGTERM":
+                late = f"no end of the step within trainer.grace_period_s={grace_s}"
+                reason = late if interrupts.expired else f"and then {type(error).__name__}: {error}"
+                saved = CheckpointStore(run_dir / "checkpoints", None).complete()
+                goes_on = f"goes on from {saved[-1]}" if saved else "begins anew: there is no checkpoint yet"
+                raise Preempted(f"SIGTERM, {reason}\nThe same command {goes_on}") from error
+            raise
 
 
-async def _execute(cfg: Config, run_dir: Path) -> dict[str, Any]:
+async def _execute(cfg: Config, run_dir: Path, watch: Watch, interrupts: Interrupts) -> dict[str, Any]:
+    watch.guard()
     async with AsyncExitStack() as stack:
-        trainer, reporter = await build(cfg, run_dir, stack)
-        with _stop_on_interrupt(trainer, reporter):
+        with heartbeat.phase("start"):
+            trainer, reporter = await build(cfg, run_dir, stack)
+        with interrupts.stop(trainer, reporter.note):
             summary = await trainer.fit()
         reporter.finish()
-        return summary
+        return summary if summary["finished"] else summary | {"stopped_by": interrupts.stopped_by}
 
 
 def prepare(cfg: Config) -> Facts:
@@ -119,9 +141,15 @@ def prepare(cfg: Config) -> Facts:
 
 
 def start_ray(cfg: ClusterConfig) -> Callable[[], None]:
-    """Start or join Ray; returns what ends it."""
+    """Start or join Ray; returns what ends it.
+
+    Raises:
+        Preempted: SIGTERM meanwhile.
+    """
     here = platform()
     env = RAY_ENV | here.process_env(exported())
+    if (folder := heartbeat.current().folder) is not None:
+        env[heartbeat.VARIABLE] = str(folder)
     arguments: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "runtime_env": {"env_vars": env}}
     if cfg.address is None:
         arguments |= {"address": "local", "num_cpus": max(4, cpu_count()), "include_dashboard": False}
@@ -130,8 +158,13 @@ def start_ray(cfg: ClusterConfig) -> Callable[[], None]:
     else:
         arguments["address"] = cfg.address
     on_terminate = signal.getsignal(signal.SIGTERM)
-    ray.init(**(arguments | cfg.ray_init_kwargs))
-    signal.signal(signal.SIGTERM, on_terminate or signal.SIG_DFL)  # Ray's own would abort, and end nothing
+    try:
+        ray.init(**(arguments | cfg.ray_init_kwargs))
+    except SystemExit:  # its answer to SIGTERM, whose handler it has replaced
+        ray.shutdown()
+        raise Preempted("SIGTERM while Ray started: nothing is lost") from None
+    finally:
+        signal.signal(signal.SIGTERM, on_terminate or signal.SIG_DFL)  # Ray's own would abort, and end nothing
     return ray.shutdown
 
 
@@ -156,8 +189,9 @@ def build_placement(cfg: Config, stack: AsyncExitStack) -> Placement:
 
 async def build_pool(cfg: Config, facts: Facts, placement: Placement, stack: AsyncExitStack) -> RolloutPool:
     """Engines, workflows and rewards, started."""
+    sync_s = cfg.trainer.timeouts.within_publish(cfg.rollout.weight_sync_timeout_s)
     pool = RolloutPool(
-        cfg.rollout,
+        dataclasses.replace(cfg.rollout, weight_sync_timeout_s=sync_s),
         facts.model,
         cfg.reward,
         placement,
@@ -203,7 +237,7 @@ def build_workers(
         temperature=cfg.rollout.temperature,
         total_updates=count_updates(cfg, total_steps),
         seed=cfg.seed,
-        collective_timeout_s=cfg.cluster.collective_timeout_s,
+        collective_timeout_s=cfg.trainer.timeouts.collective_s,
         on_start=lambda group: stack.callback(group.shutdown),
     )
 
@@ -338,32 +372,3 @@ def build_gate(cfg: Config, workers: WorkerGroup, mend: Repair | None = None) ->
         mend,
         trainer.parity_probe_freq,
     )
-
-
-@contextmanager
-def _stop_on_interrupt(trainer: Trainer, reporter: Reporter) -> Iterator[None]:
-    """First Ctrl-C or SIGTERM: end after the present step, with a checkpoint. Second: at once."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-
-    first: list[float] = []
-
-    def handle() -> None:
-        if first and time.monotonic() - first[0] > AT_ONCE_S:
-            task.cancel()
-        if not first:
-            first.append(time.monotonic())
-            trainer.stop_requested = True
-            reporter.note("interrupted: finishing this step and saving a checkpoint (once more to stop at once)")
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        loop.add_signal_handler(number, handle)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            loop.remove_signal_handler(number)
-            signal.signal(
-                number, handler or signal.SIG_DFL
-            )  # those of asyncio and Ray, which still end what was started

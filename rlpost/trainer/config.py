@@ -6,6 +6,42 @@ from typing import Any
 from rlpost.problems import refuse
 from rlpost.trainer.limits import Limits, OnStale
 
+COLLECTIVE_MARGIN_S = 60.0  # the watchdog, which can say more, comes before the process group's own limit
+NEVER_S = 365.0 * 86400.0  # process groups know no "never"
+
+
+@dataclass(slots=True, kw_only=True)
+class TimeoutsConfig:
+    """Seconds that a phase may take without any progress before the run ends with a report; null: no limit."""
+
+    start_s: float | None = 3600.0  # downloads, engines and trainer ranks; until the first probe
+    generate_s: float | None = 3600.0  # from one finished group to the next, rewards included
+    infer_s: float | None = 1800.0  # a micro-batch
+    train_s: float | None = 1800.0  # a micro-batch, or an optimizer update
+    publish_s: float | None = 1800.0  # a bucket of weights
+    validate_s: float | None = 3600.0  # from one finished group to the next
+    save_s: float | None = 1800.0  # writing or reading a checkpoint
+    driver_s: float | None = 900.0  # the driver by itself between those: advantages, trackers, closing
+
+    def __post_init__(self) -> None:
+        for key, value in self.by_phase().items():
+            if value is not None and not value > 0:
+                refuse(f"trainer.timeouts.{key}_s={value}: must be > 0 seconds, or null for no limit")
+
+    def by_phase(self) -> dict[str, float | None]:
+        """Phase -> limit."""
+        return {key.removesuffix("_s"): getattr(self, key) for key in self.__slots__}
+
+    @property
+    def collective_s(self) -> float:
+        """Limit of the trainer's process group (gloo, NCCL, RCCL): a little more than any phase with collectives."""
+        phases = (self.start_s, self.infer_s, self.train_s, self.publish_s, self.save_s)
+        return max(NEVER_S if limit is None else limit for limit in phases) + COLLECTIVE_MARGIN_S
+
+    def within_publish(self, limit_s: float) -> float:
+        """`limit_s` for one bucket of weights, so that a replica is given up and replaced before the run is."""
+        return limit_s if self.publish_s is None else min(limit_s, self.publish_s / 3)
+
 
 @dataclass(slots=True, kw_only=True)
 class TrainerConfig:
@@ -31,6 +67,8 @@ class TrainerConfig:
     max_skipped_steps: int = 3  # in a row, after which the run stops all the same
     max_replays_to_keep: int | None = 3  # replay bundles of skipped steps, the newest; null: all
     save_replay_steps: list[int] = field(default_factory=list)  # kept as replay bundles, in <run folder>/replay
+    timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
+    grace_period_s: float | None = 25.0  # from SIGTERM to the checkpoint after the step; null: no limit
 
     def __post_init__(self) -> None:
         if self.name != self._name():
@@ -42,10 +80,10 @@ class TrainerConfig:
             _at_least("trainer", key, getattr(self, key), 0)
         if self.logprob_diff_limit is not None and not self.logprob_diff_limit > 0:
             refuse(f"trainer.logprob_diff_limit={self.logprob_diff_limit}: must be > 0 nats, or null")
-
         for key in ("test_freq", "save_freq"):
             if getattr(self, key) != -1:
                 _at_least("trainer", key, getattr(self, key), 1)
+        _at_least("trainer", "grace_period_s", self.grace_period_s, 0)
         for key in ("profile_steps", "save_replay_steps"):
             self._check_steps(key, getattr(self, key))
         for key in ("max_skipped_steps", "max_replays_to_keep"):
@@ -128,10 +166,9 @@ class ClusterConfig:
     nnodes: int = 1  # hosts
     n_gpus_per_node: int | None = None  # null: all that are visible; on CPU the number of trainer processes (default 1)
     ray_init_kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of ray.init
-    collective_timeout_s: float = 1800.0  # of the trainer's process group
 
     def __post_init__(self) -> None:
-        for key in ("nnodes", "n_gpus_per_node", "collective_timeout_s"):
+        for key in ("nnodes", "n_gpus_per_node"):
             _at_least("cluster", key, getattr(self, key), 1)
 
 

@@ -2,9 +2,12 @@
 
 import time
 from collections import ChainMap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rlpost import heartbeat
 from rlpost.algos.algorithm import Algorithm
 from rlpost.batch import Batch, Group, collate
 from rlpost.metrics import Metric, Metrics, Reduce, Timers, merge, scalars
@@ -72,10 +75,13 @@ class Trainer:
     async def fit(self) -> dict[str, Any]:
         """Train to `total_steps`, or until `stop_requested`; returns the summary that `main` prints."""
         start = time.perf_counter()
-        resumed = await self._resume()
+        with heartbeat.phase("save", "resume"):
+            resumed = await self._resume()
         self._checkpoints.set_aside(self.step)
-        await self._source.publish(self.step)
-        await self._gate.probe(self._source, self.step)
+        with heartbeat.phase("publish", step=self.step):
+            await self._source.publish(self.step)
+        with heartbeat.phase("validate", "parity probe"):
+            await self._gate.probe(self._source, self.step)
         if self._cfg.val_before_train and not resumed:
             await self._validate()
         while self.step < self.total_steps and not self.stop_requested:
@@ -88,7 +94,8 @@ class Trainer:
             if last or self.stop_requested or _due(self.step, self._cfg.save_freq):
                 await self._save()
         if self.step == self.total_steps and self._cfg.export_hf:
-            await self._workers.call_async("export_hf", self._reporter.folder / "hf")
+            with heartbeat.phase("save", "export_hf"):
+                await self._workers.call_async("export_hf", self._reporter.folder / "hf")
         return self._reporter.summary(self.step, time.perf_counter() - start, finished=self.step >= self.total_steps)
 
     async def _train_step(self) -> Metrics:
@@ -99,7 +106,7 @@ class Trainer:
             groups, batch, metrics, fault = await self._rollout()
             metrics["throughput/tokens"] = Metric(batch.num_tokens, reduce=Reduce.SUM)
             if fault is None:
-                with timers("train"):
+                with self._phase("train"):
                     trained, fault = await self._train(batch)
                 metrics = merge([metrics, trained])
             if fault is None:
@@ -111,7 +118,7 @@ class Trainer:
                 self._ledger.trained(self.step, [])
                 self._ledger.dropped(groups, "not_finite")
             metrics["train/skipped_steps"] = Metric(float(fault is not None), reduce=Reduce.SUM)
-            with timers("publish"):
+            with self._phase("publish"):
                 metrics |= await self._source.publish(version=self.step)
         self._reporter.rollouts(self.step, groups)
         return metrics | self._source.metrics() | timers.pop()
@@ -122,7 +129,9 @@ class Trainer:
         try:
             return await self._sample()
         except ParityError as error:
-            if not await self._gate.repair(error, self.step - 1):
+            with heartbeat.phase("start", "repair of the engine"):
+                repaired = await self._gate.repair(error, self.step - 1)
+            if not repaired:
                 raise
         self._source.rewind()
         self._algorithm.load_state_dict(before)
@@ -133,10 +142,10 @@ class Trainer:
 
         Advantages come before the checks, so that every number is looked at once, when all are there.
         """
-        with self._timers("generate"):
+        with self._phase("generate"):
             groups = await self._source.take(self._groups_per_step)
         batch = collate(groups, self._n)
-        with self._timers("infer"):
+        with self._phase("infer"):
             for column in self._algorithm.needs():
                 batch.update(await self._workers.infer(column, batch))
             columns, metrics = self._algorithm.advantages(batch)
@@ -189,7 +198,13 @@ class Trainer:
         self._reporter.note(f"skipped     {said}")
 
     async def _save_weights(self, folder: Path) -> None:
-        await self._workers.call_async("save", folder)
+        with heartbeat.phase("save", "replay bundle"):
+            await self._workers.call_async("save", folder)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        with heartbeat.phase(name, step=self.step), self._timers(name):
+            yield
 
     async def _profile(self, method: str, *args: Any) -> None:
         if self.step in self._cfg.profile_steps:
@@ -197,7 +212,8 @@ class Trainer:
 
     async def _validate(self) -> None:
         if self._evaluator is not None:
-            report, groups = await self._evaluator.run(self._source.evaluate)
+            with heartbeat.phase("validate", step=self.step):
+                report, groups = await self._evaluator.run(self._source.evaluate)
             shown = self._evaluator.rows(groups[: self._cfg.log_val_generations], samples=1)
             self._reporter.validation(self.step, report, shown)
 
@@ -210,7 +226,8 @@ class Trainer:
             self._ledger.copy(folder / LEDGER)
             return dict(ChainMap(*await self._workers.call_async("save", folder)))
 
-        await self._checkpoints.save(self.step, state, write)
+        with heartbeat.phase("save", step=self.step):
+            await self._checkpoints.save(self.step, state, write)
 
     async def _resume(self) -> bool:
         folder = self._checkpoints.find(self._cfg.resume)

@@ -225,7 +225,7 @@ class RolloutConfig:
     logprobs_every: int = 1  # the engine returns logprobs of one group in so many, enough for parity; saves its time
     free_cache_engine: bool = True  # sleep while training when colocated on a GPU
     weight_sync: str = "auto"  # auto (by topology), shm, ipc, gloo, nccl
-    weight_sync_timeout_s: float = 300.0  # for one bucket of weights to reach every replica
+    weight_sync_timeout_s: float = 300.0  # for a bucket to reach a replica; at most trainer.timeouts.publish_s / 3
     update_weights_bucket_megabytes: int = 256  # weights travel in buckets of this size
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the engine, checked against what it accepts
     startup_timeout_s: float = 600.0  # for an engine to start

@@ -13,9 +13,10 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
+from rlpost import heartbeat
 from rlpost.batch import Batch
 from rlpost.metrics import Metric, Metrics, Reduce, merge
-from rlpost.platform import free_port, host_address, host_id, platform
+from rlpost.platform import exported, free_port, host_address, host_id, platform
 from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, RefConfig, TrainRoleConfig
 from rlpost.workers.dispatch import InferWork, TrainWork
 from rlpost.workers.engine.base import Output
@@ -112,6 +113,7 @@ class ModelWorker:
 
     def __init__(self, rank: int, world_size: int):
         self.rank, self.world_size = rank, world_size
+        heartbeat.start(exported().get(heartbeat.VARIABLE), f"rank {rank}")
         self.engines: dict[str, FSDPEngine] = {}
         self._sender: Sender | None = None
         self._profiler: torch.profiler.profile | None = None
@@ -122,6 +124,7 @@ class ModelWorker:
         """`tcp://host:port` on this rank's host, for the process group; asked of rank 0."""
         return f"tcp://{host_address()}:{free_port()}"
 
+    @heartbeat.during("start")
     def connect(self, init_method: str, timeout_s: float) -> None:
         """Join the trainer's process group."""
         platform().set_device(0)
@@ -136,6 +139,7 @@ class ModelWorker:
         )
 
     @_explain_oom
+    @heartbeat.during("start")
     def build(self, setup: WorkerSetup) -> None:
         """Load the engines of all roles."""
         self.setup = setup
@@ -174,6 +178,7 @@ class ModelWorker:
     # --- passes ---
 
     @_explain_oom
+    @heartbeat.during("infer")
     def infer(self, role: str, work: InferWork, temperature: float | None = None) -> Tensor | None:
         """Logprobs (actor, ref) or values (critic) of the work's rows, float32 `[N]` on the host; None on ranks that do
         not lead their sequence group."""
@@ -194,6 +199,7 @@ class ModelWorker:
         return result
 
     @_explain_oom
+    @heartbeat.during("train")
     def train(self, role: str, work: TrainWork, objective: Objective) -> Metrics:
         """All optimizer updates of the work, up to the first that is not finite; metrics under `<role>/`.
 
@@ -249,6 +255,7 @@ class ModelWorker:
         """Where this rank holds its weights."""
         return Place(host_id(), (platform().device_uuid(),))
 
+    @heartbeat.during("publish")
     def open_sender(self, transport: str, dtype: str, bucket_bytes: int, num_readers: int, timeout_s: float) -> None:
         """Choose how the actor's weights leave this rank, for all updates to come; see `Sender`."""
         if self._sender is not None:
@@ -258,17 +265,20 @@ class ModelWorker:
         )
 
     @_explain_oom
+    @heartbeat.during("publish")
     def weight_manifest(self) -> Tensors:
         """What an update brings: name -> (shape, dtype name)."""
         assert self._sender is not None, "open_sender first"
         return self._sender.manifest()
 
     @_explain_oom
+    @heartbeat.during("publish")
     def next_bucket(self) -> Bucket | None:
         """The next bucket as its transport sends it, None after the last."""
         assert self._sender is not None, "open_sender first"
         return self._sender.next_bucket()
 
+    @heartbeat.during("publish")
     def close_sender(self) -> int | None:
         """End an update; the digest of what was sent, where this rank sends."""
         assert self._sender is not None, "open_sender first"
@@ -276,6 +286,7 @@ class ModelWorker:
 
     # --- state ---
 
+    @heartbeat.during("save")
     def save(self, folder: Path) -> dict[str, str]:
         """Sharded state of every trained role, one folder each; digests of the files that this rank wrote, by name."""
         digests: dict[str, str] = {}
@@ -286,6 +297,7 @@ class ModelWorker:
         return digests
 
     @_explain_oom
+    @heartbeat.during("save")
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
         for role in ("actor", "critic"):
@@ -293,6 +305,7 @@ class ModelWorker:
                 self.engines[role].load(Path(folder) / role)
 
     @_explain_oom
+    @heartbeat.during("save")
     def export_hf(self, folder: Path, role: str = "actor") -> None:
         """Write a role as a Hugging Face checkpoint."""
         self.engines[role].export_hf(Path(folder))

@@ -6,7 +6,10 @@ import sys
 import time
 from pathlib import Path
 
-from rlpost.launch import CONFIG_ERROR, FAILED, INTERRUPTED, run
+import pytest
+
+from rlpost.endings import CONFIG_ERROR, FAILED, FINISHED, INTERRUPTED, RESUMABLE, STALLED, Preempted, Stalled
+from rlpost.launch import run
 
 WAITS = """
 import asyncio
@@ -40,7 +43,35 @@ def test_every_failure_keeps_its_trace(monkeypatch, tmp_path, capsys):
     assert "RuntimeError: broken" in (tmp_path / "error.txt").read_text()
 
 
-def test_sigterm_ends_like_ctrl_c(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (Stalled("rank 1 made no progress"), STALLED, "rlpost: rank 1 made no progress\n"),
+        (Preempted("SIGTERM: no end"), RESUMABLE, "rlpost: SIGTERM: no end\n"),
+        (KeyboardInterrupt(), INTERRUPTED, "rlpost: interrupted\n"),
+        (SystemExit(0), FAILED, "rlpost: something called sys.exit(0) before the run had ended\n"),
+    ],
+)
+def test_every_early_end_has_a_status_of_its_own(monkeypatch, tmp_path, capsys, error, status, said):
+    assert ends(monkeypatch, tmp_path, error) == status != FINISHED
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("summary", "status"),
+    [
+        ({"finished": True}, FINISHED),
+        ({"finished": False, "stopped_by": "SIGINT"}, INTERRUPTED),
+        ({"finished": False, "stopped_by": "SIGTERM"}, RESUMABLE),
+        ({"passed": False}, FAILED),
+    ],
+)
+def test_summary_of_a_run_that_ended_early_is_no_success(monkeypatch, tmp_path, summary, status):
+    monkeypatch.setattr("rlpost.launch.to_object", lambda cfg: cfg)
+    assert run({}, tmp_path, lambda cfg, run_dir: summary) == status
+
+
+def test_sigterm_cleans_up_like_ctrl_c(tmp_path):
     command = [sys.executable, "-c", WAITS, f"hydra.run.dir={tmp_path}"]
     process = subprocess.Popen(
         command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -49,4 +80,4 @@ def test_sigterm_ends_like_ctrl_c(tmp_path):
     time.sleep(0.3)  # let it fall asleep: just before, a signal does not wake a Python loop without handlers of its own
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (INTERRUPTED, "cleaned up\n", "rlpost: interrupted\n")
+    assert (process.returncode, out, err) == (RESUMABLE, "cleaned up\n", "rlpost: interrupted\n")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from rlpost import heartbeat
 from rlpost.batch import Batch, Provenance
 from rlpost.metrics import Metric, Metrics, Reduce, merge
 from rlpost.platform import platform
@@ -102,7 +103,10 @@ class FSDPEngine(TrainEngine):
         """
         self.model.eval()
         with nullcontext() if adapter else self.model.adapter_off():
-            outputs = [_to_host(self._run(m, entropy, temperature)[1]) for m in micro_batches]
+            outputs = []
+            for micro_batch in micro_batches:
+                outputs.append(_to_host(self._run(micro_batch, entropy, temperature)[1]))
+                heartbeat.beat()
         self._reshard()
         return outputs
 
@@ -110,6 +114,7 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.train_step`. Metrics come from one rank of each sequence group."""
         parts = self.accumulate(micro_batches, loss)
         own = self.update()
+        heartbeat.beat()
         return merge([*parts, own]) if self.parallel.leads_sequence else {}
 
     def accumulate(self, micro_batches: Iterable[Batch], loss: MicroLoss) -> list[Metrics]:
@@ -125,6 +130,7 @@ class FSDPEngine(TrainEngine):
                 parts.append(metrics)
             self._bad_losses += ~total.detach().isfinite()
             total.backward()
+            heartbeat.beat()
         self._reshard()
         return parts
 

@@ -9,6 +9,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from rlpost import heartbeat
 from rlpost.batch import Group, Prompt, Trajectory
 from rlpost.platform import exported, platform
 from rlpost.rewards.config import RewardConfig
@@ -380,6 +381,7 @@ class RolloutPool:
     async def _send(self, chunk: Sequence[Prompt], n: int, spec: SamplingSpec) -> list[Group]:
         assert self._crew is not None, "start the pool first"
         results = await self._crew.run(chunk, n, spec)
+        heartbeat.beat()
         return [_group(prompt, trajectories) for prompt, trajectories in zip(chunk, results, strict=True)]
 
 

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 from ray.actor import ActorHandle
 
+from rlpost import heartbeat
 from rlpost.batch import Prompt, Provenance, Status, Trajectory
+from rlpost.platform import exported
 from rlpost.rewards.base import Answer, RewardError
 from rlpost.rewards.config import OnError, RewardConfig
 from rlpost.rewards.limits import ErrorKind
@@ -24,6 +26,7 @@ from rlpost.workers.rollout.base import ENGINES, Completion, EngineLost, Samplin
 from rlpost.workers.rollout.liveness import LOST, Processes
 from rlpost.workers.rollout.workflow import get_workflow
 
+PHASES = {"start": "start", "begin_update": "publish", "load_bucket": "publish", "finish_update": "publish"}
 MOMENT_S = 0.005  # answers that come within it travel together
 MAX_RESENDS = 2  # of a request whose replica was lost: it may be what kills them
 
@@ -46,6 +49,7 @@ class RolloutWorker:
     """One engine replica in a process of its own."""
 
     def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int):
+        heartbeat.start(exported().get(heartbeat.VARIABLE), heartbeat.numberless("engine"))
         self._timeout_s = cfg.request_timeout_s
         self._engine = ENGINES.get(cfg.name, "rollout.name")(cfg, model, max_model_len)
 
@@ -73,7 +77,8 @@ class RolloutWorker:
 
     async def call(self, method: str, *args: Any) -> Any:
         """Any other method of the engine."""
-        return await getattr(self._engine, method)(*args)
+        with heartbeat.phase(PHASES.get(method, ""), method):
+            return await getattr(self._engine, method)(*args)
 
     async def processes(self) -> Processes:
         """This process and the engine's."""
@@ -82,9 +87,10 @@ class RolloutWorker:
     async def _one(self, request: Request) -> list[Completion]:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._engine.generate(
-                    request.token_ids.tolist(), request.spec, request.seed, request.request_id, request.n
-                )
+                with heartbeat.phase("generate", f"request {request.request_id}"):
+                    return await self._engine.generate(
+                        request.token_ids.tolist(), request.spec, request.seed, request.request_id, request.n
+                    )
         except TimeoutError:
             raise TimeoutError(
                 f"request {request.request_id} took longer than rollout.request_timeout_s={self._timeout_s}"
@@ -114,6 +120,7 @@ class WorkflowWorker:
         max_response_length: int,
         reward_model: ActorHandle | None = None,
     ):
+        heartbeat.start(exported().get(heartbeat.VARIABLE), heartbeat.numberless("workflow"))
         self._cfg, self._model, self._reward = cfg, model, reward
         self._max_response_length, self._reward_model = max_response_length, reward_model
         self._router = Router(engines)
@@ -180,12 +187,14 @@ class WorkflowWorker:
                 )
             )
 
-        trajectories = await self._workflow(prompt, n, generate)
+        with heartbeat.phase("generate", f"workflow of prompt {prompt.id}"):
+            trajectories = await self._workflow(prompt, n, generate)
         if len(trajectories) != n:
             raise ValueError(
                 f"the workflow returned {len(trajectories)} trajectories of prompt '{prompt.id}', expected {n}"
             )
-        await self._score(prompt, trajectories)
+        with heartbeat.phase("generate", f"rewards of prompt {prompt.id}"):
+            await self._score(prompt, trajectories)
         return trajectories
 
     async def _score(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:

@@ -1,14 +1,13 @@
 """What `build` decides before anything is started."""
 
 import asyncio
-import signal
 
 import hydra
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from rlpost.config import CONFIG_DIR, register, to_object
-from rlpost.trainer.build import _stop_on_interrupt, check_resume, count_updates, prepare
+from rlpost.trainer.build import check_resume, count_updates, prepare
 from rlpost.trainer.state import CheckpointStore
 from tests.e2e import engine_contract as contract
 
@@ -20,6 +19,15 @@ def compose(*overrides):
             return to_object(hydra.compose("config", list(overrides)))
         finally:
             GlobalHydra.instance().clear()
+
+
+def test_limits_of_phases_reach_the_process_group_and_weight_sync():
+    timeouts = compose("trainer.timeouts.train_s=7000", "trainer.timeouts.publish_s=60").trainer.timeouts
+    assert timeouts.collective_s == 7060  # later than the watchdog, which can say more
+    assert timeouts.within_publish(300.0) == 20 and timeouts.within_publish(5.0) == 5
+    timeouts = compose("trainer.timeouts.train_s=null", "trainer.timeouts.publish_s=null").trainer.timeouts
+    assert timeouts.collective_s > 1e7 and timeouts.within_publish(300.0) == 300
+    assert timeouts.by_phase()["train"] is None and timeouts.by_phase()["save"] == 1800
 
 
 def test_schedules_of_actor_and_critic_are_as_long_as_their_own_updates():
@@ -53,29 +61,3 @@ def test_sequences_longer_than_the_model_was_built_for_are_refused(tmp_path):
     prepare(compose(*overrides, "data.max_response_length=7"))
     with pytest.raises(ValueError, match="max_response_length = .* built for .*max_position_embeddings"):
         prepare(compose(*overrides, "data.max_response_length=8"))
-
-
-def test_signal_handlers_are_those_of_before_once_the_run_has_ended():
-    def mine(number, frame):
-        pass
-
-    class Trainer:
-        stop_requested = False
-
-    class Reporter:
-        def note(self, text):
-            self.text = text
-
-    async def run(trainer, reporter):
-        before = signal.signal(signal.SIGTERM, mine)
-        try:
-            with _stop_on_interrupt(trainer, reporter):
-                signal.raise_signal(signal.SIGTERM)
-                await asyncio.sleep(0.01)
-            return signal.getsignal(signal.SIGTERM)
-        finally:
-            signal.signal(signal.SIGTERM, before)
-
-    trainer, reporter = Trainer(), Reporter()
-    assert asyncio.run(run(trainer, reporter)) is mine
-    assert trainer.stop_requested and "saving a checkpoint" in reporter.text
