@@ -19,6 +19,7 @@ from rlpost.rules.cross import ENGINES
 from rlpost.rules.reads import READERS, readers_of, unread
 from rlpost.tracking.tracking import Tracking
 from rlpost.trainer import build
+from rlpost.trainer.config import TimeoutsConfig
 from rlpost.trainer.sources import pools
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.rollout import sglang, vllm
@@ -114,6 +115,7 @@ def test_every_key_is_read_somewhere():
     read = set().union(*(reads(ast.parse(path.read_text())) for path in modules))
     unused = {key for key in known() if key.rpartition(".")[2] not in read}
     by_name = {f"rollout.aiter_kernels.{family}" for family in FAMILIES}  # `AiterKernelsConfig.set_to`
+    by_name |= {f"trainer.timeouts.{key}" for key in TimeoutsConfig.__slots__}  # `TimeoutsConfig.by_phase`
     stated = {"trainer.require_batches", "actor.strategy", "critic.strategy"}  # refused where they do not hold
     assert unused <= by_name | stated
 
