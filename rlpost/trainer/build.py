@@ -34,9 +34,11 @@ from rlpost.trainer.ledger import Ledger
 from rlpost.trainer.repair import AiterRepair
 from rlpost.trainer.replay import ReplayStore, describe
 from rlpost.trainer.report import Reporter
+from rlpost.trainer.run_state import RunState
 from rlpost.trainer.sources import build_source, check_callables, pools, takes_turns
 from rlpost.trainer.state import CheckpointStore
 from rlpost.trainer.trainer import Trainer
+from rlpost.trainer.update import Updates
 from rlpost.trainer.watch import Watch, watching
 from rlpost.workers.config import TrainRoleConfig
 from rlpost.workers.group import WorkerGroup
@@ -305,29 +307,30 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
     stack.callback(start_ray(cfg.cluster))
     pool, workers = await start_processes(cfg, facts, total_steps, takes_turns(cfg), stack)
     source = build_source(cfg, facts.spec, stream, algorithm, pool, workers, stack, ledger)
+    replays = ReplayStore(
+        run_dir / "replay",
+        describe(
+            cfg,
+            facts.model,
+            updates_per_step(cfg.actor, cfg.data.train_batch_size),
+            count_updates(cfg, total_steps),
+        ),
+        cfg.trainer.max_replays_to_keep,
+    )
     trainer = Trainer(
         cfg.trainer,
         algorithm=algorithm,
         source=source,
         workers=workers,
+        updates=Updates(cfg.trainer, algorithm, workers, replays, reporter),
         gate=build_gate(cfg, workers, AiterRepair(lambda: pool.cfg, source.restart_engines, reporter.note)),
         evaluator=evaluator,
         reporter=reporter,
-        checkpoints=checkpoints,
-        replays=ReplayStore(
-            run_dir / "replay",
-            describe(
-                cfg,
-                facts.model,
-                updates_per_step(cfg.actor, cfg.data.train_batch_size),
-                count_updates(cfg, total_steps),
-            ),
-            cfg.trainer.max_replays_to_keep,
-        ),
+        state=RunState(checkpoints, source, algorithm, workers, reporter, ledger),
+        ledger=ledger,
         groups_per_step=cfg.data.train_batch_size,
         n=cfg.rollout.n,
         total_steps=total_steps,
-        ledger=ledger,
     )
     return trainer, reporter
 

@@ -12,10 +12,8 @@ from rlpost.trainer.config import TrainerConfig
 from rlpost.trainer.gate import ParityGate
 from rlpost.trainer.parity import ParityError
 from rlpost.trainer.repair import RepairError
-from rlpost.trainer.replay import ReplayStore
-from rlpost.trainer.state import CheckpointStore
-from rlpost.trainer.trainer import Trainer
 from tests.unit.trainer.rollouts import group, prompt
+from tests.unit.trainer.whole_trainer import make_trainer
 
 
 class World:
@@ -133,19 +131,14 @@ def test_step_that_fails_is_sampled_again_from_the_same_prompts_once_the_engines
 
         check, repair = real.check, real.repair
 
-    trainer = Trainer(
+    trainer = make_trainer(
         TrainerConfig(resume="never"),
-        algorithm=Algorithm(AlgoConfig(adv_estimator="grpo"), updates_per_step=1, max_response_length=8),
+        Algorithm(AlgoConfig(adv_estimator="grpo"), updates_per_step=1, max_response_length=8),
+        tmp_path,
         source=world,
         workers=world,
         gate=FailsAtTheStep(),
-        evaluator=None,
         reporter=reporter,
-        checkpoints=CheckpointStore(tmp_path, None),
-        replays=ReplayStore(tmp_path, {}),
-        groups_per_step=1,
-        n=2,
-        total_steps=1,
     )
     if not mended:
         with pytest.raises(ParityError):

@@ -14,9 +14,8 @@ from rlpost.trainer.history import History
 from rlpost.trainer.ledger import Ledger
 from rlpost.trainer.nonfinite import CHECKED, NonFinite, fault_of_update, faults, require_finite
 from rlpost.trainer.replay import Bundle, ReplayStore
-from rlpost.trainer.state import CheckpointStore
-from rlpost.trainer.trainer import Trainer
 from tests.unit.trainer.rollouts import group, prompt
+from tests.unit.trainer.whole_trainer import make_trainer
 
 NAN, INF = float("nan"), float("inf")
 
@@ -159,20 +158,17 @@ def run(tmp_path):
             kl_penalty="k1",
             kl_ctrl=KLControlConfig(type="adaptive", kl_coef=0.1, target_kl=0.1, horizon=10),
         )
-        trainer = Trainer(
+        trainer = make_trainer(
             TrainerConfig(resume="never", export_hf=False, **cfg),
-            algorithm=Algorithm(algo, updates_per_step=2, max_response_length=8),
+            Algorithm(algo, updates_per_step=2, max_response_length=8),
+            tmp_path,
             source=world,
             workers=world,
             gate=world,
-            evaluator=None,
             reporter=Reporter(world),
-            checkpoints=CheckpointStore(tmp_path, None),
+            total_steps=4,
             replays=ReplayStore(tmp_path / "replay", {}, keep=cfg.get("max_replays_to_keep")),
             ledger=ledger,
-            groups_per_step=1,
-            n=2,
-            total_steps=4,
         )
         asyncio.run(trainer.fit())
         return trainer

@@ -10,11 +10,9 @@ from rlpost.algos.config import AlgoConfig
 from rlpost.batch import Batch
 from rlpost.metrics import Metric, Reduce
 from rlpost.trainer.config import TrainerConfig
-from rlpost.trainer.replay import ReplayStore
 from rlpost.trainer.source import rollout_metrics
-from rlpost.trainer.state import CheckpointStore
-from rlpost.trainer.trainer import Trainer
 from tests.unit.trainer.rollouts import group, prompt
+from tests.unit.trainer.whole_trainer import make_trainer
 
 KEPT, DROPPED = group(prompt(0), [1.0, 0.0], num_tokens=3), group(prompt(1), [1.0, 1.0], num_tokens=7)
 
@@ -82,19 +80,14 @@ def one_step(tmp_path):
 
     def run(**reports):
         reporter = Reporter(tmp_path)
-        trainer = Trainer(
+        trainer = make_trainer(
             TrainerConfig(resume="never"),
-            algorithm=Algorithm(AlgoConfig(adv_estimator="gae"), updates_per_step=1, max_response_length=8),
+            Algorithm(AlgoConfig(adv_estimator="gae"), updates_per_step=1, max_response_length=8),
+            tmp_path,
             source=Source(),
             workers=Workers(reports),
             gate=Gate(),
-            evaluator=None,
             reporter=reporter,
-            checkpoints=CheckpointStore(tmp_path, None),
-            replays=ReplayStore(tmp_path, {}),
-            groups_per_step=1,
-            n=2,
-            total_steps=1,
         )
         assert asyncio.run(trainer.fit()) == {"steps": 1, "finished": True}
         return reporter.steps[1]
