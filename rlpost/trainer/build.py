@@ -47,6 +47,7 @@ from rlpost.workers.placement import Placement
 from rlpost.workers.rollout.base import ENGINES, SamplingSpec
 from rlpost.workers.rollout.installed import require_installed
 from rlpost.workers.rollout.pool import RolloutPool
+from rlpost.workers.rollout.processes import children, end
 from rlpost.workers.rollout.setup import engine_setup
 from rlpost.workers.rollout.workflow import get_workflow
 
@@ -160,10 +161,11 @@ def start_ray(cfg: ClusterConfig) -> Callable[[], None]:
     else:
         arguments["address"] = cfg.address
     on_terminate = signal.getsignal(signal.SIGTERM)
+    before = children()
     try:
         ray.init(**(arguments | cfg.ray_init_kwargs))
-    except SystemExit:  # its answer to SIGTERM, whose handler it has replaced
-        ray.shutdown()
+    except SystemExit:  # its answer to SIGTERM, whose handler it has replaced; half of its processes run by then
+        end(children() - before)
         raise Preempted("SIGTERM while Ray started: nothing is lost") from None
     finally:
         signal.signal(signal.SIGTERM, on_terminate or signal.SIG_DFL)  # Ray's own would abort, and end nothing

@@ -1,5 +1,6 @@
 """Stacks of a run's processes: collected where they are, and read for what they wait in."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -9,11 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from rlpost.heartbeat import DUMP_REQUEST, DUMP_SIGNAL, WRITE_S, Pulse, stacks_path
 
-ANSWER_S = 5 * WRITE_S  # for processes to write their stacks
+ANSWER_S = 10 * WRITE_S  # for processes to write their stacks
 PY_SPY_S = 20.0  # for one process
 PACKAGE = Path(__file__).parents[1]
 WATCHERS = (("rlpost/heartbeat.py", "_keep_writing"), ("rlpost/trainer/watch.py", "_run"))  # threads that only watch
@@ -42,16 +41,22 @@ class Frame:
 def collect(pulses: Iterable[Pulse], folder: Path, host: str) -> dict[str, str]:
     """Ask all processes for the stacks of all their threads; what came within `ANSWER_S`, by name.
 
-    Those of this host are asked by a signal, which also reaches a process that holds the interpreter's lock, and those
-    of other hosts by a file, for which their heartbeats look.
+    First by a file, for which their heartbeats look, on any node. Those of this host that do not answer hold the
+    interpreter's lock; they are asked by a signal, which may end a process whose stacks change while they are read.
     """
     pulses = list(pulses)
-    if any(pulse.host != host for pulse in pulses):
-        (folder / DUMP_REQUEST).touch()
-    for pulse in pulses:
-        if pulse.host == host and _is_ours(pulse.pid):
-            with suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
-                psutil.Process(pulse.pid).send_signal(DUMP_SIGNAL)
+    (folder / DUMP_REQUEST).touch()
+    answers = _wait(pulses, folder)
+    here = [pulse for pulse in pulses if pulse.host == host and pulse.pid != os.getpid()]
+    silent = [pulse for pulse in here if pulse.name not in answers and _takes_signal(pulse.pid)]
+    for pulse in silent:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pulse.pid, DUMP_SIGNAL)
+    return answers | (_wait(silent, folder) if silent else {})
+
+
+def _wait(pulses: list[Pulse], folder: Path) -> dict[str, str]:
+    """What these have written by now or within `ANSWER_S`."""
     deadline = time.monotonic() + ANSWER_S
     texts: dict[str, str] = {}
     while time.monotonic() < deadline:
@@ -63,7 +68,7 @@ def collect(pulses: Iterable[Pulse], folder: Path, host: str) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text}
 
 
-def _is_ours(pid: int) -> bool:
+def _takes_signal(pid: int) -> bool:
     """Whether the process has asked for the signal, which would end any other: it may have ended, and its number been
     given to another."""
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", _read(Path(f"/proc/{pid}/status")), re.MULTILINE)

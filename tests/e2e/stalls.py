@@ -1,6 +1,5 @@
 """What makes a run hang, found by its dotted path."""
 
-import signal
 import time
 
 import torch.distributed as dist
@@ -23,9 +22,3 @@ async def block_the_loop(prompts):
 async def leave(prompts):
     """A hook that ends the driver with a status that says all is well."""
     raise SystemExit(0)
-
-
-async def terminate_and_block(prompts):
-    """A hook that holds up the driver's event loop while a scheduler ends the run."""
-    signal.raise_signal(signal.SIGTERM)
-    time.sleep(600)

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,20 @@ Thread 0x00007f02 (most recent call first):
 """
 
 
+HANGS = """
+import ctypes, sys, time
+from rlpost import heartbeat
+
+def hang():
+    time.sleep({wait_s})
+    open(sys.argv[1] + "/hangs", "w").close()
+    {hang}
+
+heartbeat.start(sys.argv[1], "rank 1")
+with heartbeat.phase("train", "train actor"):
+    hang()
+"""
+ROOT = str(Path(__file__).parents[3])
 WAITING = IDLE + '  File "/site/rlpost/trainer/build.py", line 74 in execute\n'
 WATCHING = IN_COLLECTIVE.partition("\n\n")[0]
 
@@ -109,18 +124,16 @@ def test_reward_that_runs_is_named():
     assert lines[1].startswith("reward 7@here runs my.slow_reward; it is in slow_loss (home/me/losses.py:12)")
 
 
-@pytest.fixture
-def hanging(tmp_path):
-    """A process with a heartbeat that hangs in a function of its own."""
-    script = (
-        "import sys, time\nfrom rlpost import heartbeat\n\ndef hang():\n    time.sleep(600)\n\n"
-        "heartbeat.start(sys.argv[1], 'rank 1')\n"
-        "with heartbeat.phase('train', 'train actor'):\n    hang()\n"
-    )
+@pytest.fixture(params=["time.sleep(600)", "ctypes.PyDLL(None).sleep(600)"], ids=["sleeps", "holds the lock"])
+def hanging(request, tmp_path, monkeypatch):
+    """A process with a heartbeat that hangs in a function of its own; PyDLL keeps the interpreter's lock."""
+    monkeypatch.setattr(stacks, "ANSWER_S", 4.0)
+    script = tmp_path / "hangs.py"
+    script.write_text(HANGS.format(wait_s=2 * heartbeat.WRITE_S, hang=request.param))
     folder = tmp_path / "heartbeats"
-    process = subprocess.Popen([sys.executable, "-c", script, folder])
+    process = subprocess.Popen([sys.executable, script, folder], env=os.environ | {"PYTHONPATH": ROOT})
     deadline = time.monotonic() + 30.0
-    while not any(pulse.phase == "train" for pulse in heartbeat.read_pulses(folder)):
+    while not (folder / "hangs").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     yield folder
