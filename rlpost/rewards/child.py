@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ class Call:
 
 def serve(fd: int) -> None:
     """Answer each `Call` on the connection `fd` with `(None, result)` or `(kind of error, message)`, until it ends."""
+    os.set_inheritable(fd, False)  # else what a call starts would keep the line open when this process is killed
     connection = Connection(fd)
     while True:
         try:
