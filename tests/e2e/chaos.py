@@ -128,6 +128,15 @@ class Chaos:
 
     def to_the_end(self, kills: Sequence[Kill], limit_s: float = 240.0) -> None:
         """Carry out `kills`, then wait for the run to finish. `limit_s` is for each step on the way."""
+        try:
+            self._carry_out(kills, limit_s)
+        finally:
+            if self.run.process.poll() is None:
+                self.run.kill()
+        if left := self.run.left_behind(LONGEST_END_S):
+            self.problems.append(f"left behind: {left}")
+
+    def _carry_out(self, kills: Sequence[Kill], limit_s: float) -> None:
         for kill in kills:
             if not self._until(lambda kill=kill: kill.step is None or self.step >= kill.step, limit_s):
                 break
@@ -136,8 +145,6 @@ class Chaos:
                 break
             self._strike(kill)
         self._until(lambda: False, limit_s)
-        if left := self.run.left_behind(LONGEST_END_S):
-            self.problems.append(f"left behind: {left}")
 
     @property
     def step(self) -> int:
@@ -157,7 +164,8 @@ class Chaos:
     def _strike(self, kill: Kill) -> None:
         victims = self.victims(kill.target)
         if not victims:
-            return self.problems.append(f"no {kill.target} was left to kill")
+            self.problems.append(f"no {kill.target} was left to kill")
+            return
         self.blows.append(Blow(target=kill.target, at=self._last_record()))
         victims[int(kill.which * len(victims))].kill()
         if kill.target.ends_run and self.run.wait() == 0:
@@ -227,7 +235,7 @@ def compare(run: Run, undisturbed: Run, *, ledger: bool, metrics: bool) -> Compa
         problems.append(f"trained: {ours.trained - theirs.trained} more, {theirs.trained - ours.trained} less")
     deviation = _deviation(run, undisturbed) if metrics else None
     if deviation is not None and deviation > TOLERANCE:
-        problems.append(f"metrics differ by {deviation}")
+        problems.append(f"metrics differ by {deviation:.1e}")
     return Comparison(
         lost=(theirs.trained - ours.trained).total(),
         repeated=(ours.trained - Counter(set(ours.trained))).total(),
