@@ -2,8 +2,8 @@
 
     python -m benchmarks.chaos --kills 50 --seed 1 --engine hf --trainer colocated fully_async [--out FILE]
 
-Every run takes `--kills-per-run` of them, at least; its targets and moments follow from the seed. Exit status 1: a
-group was lost or trained twice, a run did not get on, or (colocated, engine hf) its ledger or losses are others.
+Every run takes `--kills-per-run` of them; its targets and moments follow from the seed. Exit status 1: a
+group was lost or trained twice, a run did not get on, or its ledger or (engine hf) losses are others, where colocated.
 """
 
 import argparse
@@ -12,11 +12,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import version
+from itertools import cycle, product
 from pathlib import Path
 
+from rlpost.trainer.about import versions
 from tests.e2e.chaos import Blow, Chaos, Comparison, Target, compare, num_steps, overrides, plan
 from tests.e2e.runs import Run, write_checkpoint
 
@@ -72,11 +74,10 @@ def report(results: Sequence[Result], command: str) -> str:
     blows = [blow for result in results for blow in result.blows]
     counts = Counter((blow.target, blow.at) for blow in blows)
     ended = Counter(blow.target for blow in blows if blow.ended)
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "ray", "vllm", "transformers"))
     lines = [
         f"# Chaos: {len(blows)} kills",
         "",
-        f"{date.today()}, CPU, Python {sys.version.split()[0]}, {versions}:",
+        f"{date.today()}, {', '.join(f'{name} {version}' for name, version in versions().items())}:",
         "",
         "```",
         command,
@@ -110,23 +111,26 @@ def report(results: Sequence[Result], command: str) -> str:
 def main() -> int:
     """Runs of every engine and trainer that is named, until there were as many kills as asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description="Kill -9, again and again.")
-    parser.add_argument("--kills", type=int, default=50, help="in all, at least")
+    parser.add_argument("--kills", type=int, default=50, help="in all, at least; rounded up to whole runs")
     parser.add_argument("--kills-per-run", type=int, default=12)
+    parser.add_argument("--at-once", type=int, default=1, help="runs")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--engine", nargs="+", default=["hf"], choices=["hf", "vllm"])
     parser.add_argument("--trainer", nargs="+", default=["colocated", "fully_async"])
     parser.add_argument("--out", type=Path, help="file for the report, written after each run")
     options = parser.parse_args()
     command = "python -m benchmarks.chaos " + " ".join(sys.argv[1:])
-    kinds = [(engine, trainer) for engine in options.engine for trainer in options.trainer]
+    kinds = cycle(product(options.engine, options.trainer))
     results: list[Result] = []
-    with tempfile.TemporaryDirectory(prefix="chaos-") as root:
+    with tempfile.TemporaryDirectory(prefix="chaos-") as root, ThreadPoolExecutor(options.at_once) as pool:
         checkpoint = write_checkpoint(Path(root) / "checkpoint")
-        while sum(len(result.blows) for result in results) < options.kills:
-            number = len(results)
-            engine, trainer = kinds[number % len(kinds)]
-            folder = Path(root) / str(number)
-            results.append(disturbed(folder, checkpoint, engine, trainer, options.kills_per_run, options.seed + number))
+
+        def one(number: int, kind: tuple[str, str]) -> Result:
+            seed, folder = options.seed + number, Path(root) / str(number)
+            return disturbed(folder, checkpoint, *kind, options.kills_per_run, seed)
+
+        for result in pool.map(one, range(-(-options.kills // options.kills_per_run)), kinds):
+            results.append(result)
             text = report(results, command)
             if options.out:
                 options.out.write_text(text)
