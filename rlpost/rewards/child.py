@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ class Call:
 def serve(fd: int, heartbeats: str | None = None) -> None:
     """Answer each `Call` on the connection `fd` with `(None, result)` or `(kind of error, message)`, until it ends."""
     heartbeat.start(heartbeats, heartbeat.numberless("reward"))
+    os.set_inheritable(fd, False)  # else what a call starts would keep the line open when this process is killed
     connection = Connection(fd)
     while True:
         try:

@@ -1,6 +1,7 @@
 """Processes for functions that may hang or crash: killed on a time-out, started again, gone after `close`."""
 
 import asyncio
+import contextlib
 import os
 import pickle
 import queue
@@ -29,6 +30,10 @@ class PoolError(Exception):
         self.kind = kind
 
 
+class _Killed(PoolError):
+    """Somebody has sent its process SIGKILL, which is no doing of the call's."""
+
+
 class ProcessPool:
     """`num_processes` fresh interpreters that run functions given by dotted path.
 
@@ -36,7 +41,8 @@ class ProcessPool:
     copied and its `__main__` is not run again, so the pool works in scripts without a guard and inside Ray actors. Each
     heads a session of its own, and is killed together with whatever it started.
 
-    A call that hangs or crashes costs only itself: its process is replaced before the next call. A process starts with
+    A call that hangs or crashes costs only itself: its process is replaced before the next call. One whose process was
+    killed by somebody else (by hand, or by the kernel for want of memory) is made once more. A process starts with
     the first call that needs it; starting and importing count against `startup_timeout_s`, not against the call's time.
 
     Args:
@@ -104,6 +110,12 @@ class _Child:
         self._lock = threading.Lock()  # no process is started once the pool is closed
 
     def call(self, call: Call, imports: tuple[str, ...]) -> Any:
+        try:
+            return self._call(call, imports)
+        except _Killed:
+            return self._call(call, imports)
+
+    def _call(self, call: Call, imports: tuple[str, ...]) -> Any:
         if self._connection is not None and self._connection.poll():
             self.stop()  # end of file: it died between two calls, which is not the fault of this one
         if self._process is None:
@@ -123,15 +135,11 @@ class _Child:
             if self._process is not None:
                 _kill_session(self._process)
 
-    def stop(self, grace_s: float = 0.0) -> int:
-        """Kill the process, unless it ends in `grace_s`, and what it started; its exit status (negative: a signal)."""
+    def stop(self) -> int:
+        """Kill the process, and what it started; its exit status (negative: a signal)."""
         process, connection = self._process, self._connection
         if process is None or connection is None:
             return 0
-        try:
-            process.wait(timeout=grace_s)
-        except subprocess.TimeoutExpired:
-            pass
         _kill_session(process)
         status = process.wait()
         connection.close()
@@ -166,9 +174,10 @@ class _Child:
             self._await_reply(connection, call.timeout_s, what)
             kind, reply = pickle.loads(self._receive(connection, what))
         except (EOFError, OSError) as error:
-            status = self.stop(grace_s=1.0)  # it is ending: its own exit status tells more than that of a kill
+            killed = self._await_end() == -signal.SIGKILL and not self._closed
+            status = self.stop()
             said = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
-            raise PoolError(f"its process died during {what} ({said})") from error
+            raise (_Killed if killed else PoolError)(f"its process died during {what} ({said})") from error
         if kind is ErrorKind.MEMORY:
             self.stop()  # what it holds may be what leaves no room
             limit = f"; reward.memory_limit_mb allows {self._memory_bytes // MIB} MiB" if self._memory_bytes else ""
@@ -176,6 +185,13 @@ class _Child:
         if kind is not None:
             raise PoolError(reply, kind)
         return reply
+
+    def _await_end(self, limit_s: float = 1.0) -> int | None:
+        """Exit status of a process that is ending, which tells more than that of our own kill; None: it goes on."""
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(limit_s)
+        return self._process.returncode
 
     def _await_reply(self, connection: Connection, timeout_s: float, what: str) -> None:
         """Until the reply begins; passes on what is printed meanwhile."""

@@ -20,8 +20,11 @@ async def parity(prompt: Prompt, answers: Sequence[Answer], hold: str = "", hold
     return _parity(answers)
 
 
-def parity_apart(prompt: Prompt, answers: Sequence[Answer], hold: str = "", hold_from: int = 0) -> list[float]:
-    """The same in a process of its own."""
+def parity_apart(
+    prompt: Prompt, answers: Sequence[Answer], hold: str = "", hold_from: int = 0, pause_s: float = 0.0
+) -> list[float]:
+    """The same in a process of its own, after a pause."""
+    time.sleep(pause_s)
     while _held(prompt, hold, hold_from):
         time.sleep(0.02)
     return _parity(answers)

@@ -18,6 +18,25 @@ VAL = "task://rlpost.tasks.addition.problems?digits=2&size=16&seed=2&split=val"
 PARITY = "tests.e2e.rewards.parity"  # varies although the model is random
 
 
+def write_checkpoint(folder: Path) -> Path:
+    """A random two-layer Qwen3 with the quickstart's tokenizer; its embedding has rows that belong to no token."""
+    from rlpost.tasks.quickstart import character_tokenizer
+    from tests import tiny
+
+    tokenizer = character_tokenizer()
+    tiny.write_qwen3(
+        folder,
+        vocab_size=len(tokenizer) + 9,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def small(checkpoint: Path, *changes: str, train_size: int = 64) -> list[str]:
     """Overrides of a run that lasts a second or two once it has started; `changes` come last and win.
 
@@ -126,9 +145,9 @@ class Run:
         found = [p for p in psutil.process_iter() if _cwd(p) == str(self.cwd)]
         return [_name(p) for p in found]
 
-    def left_behind(self) -> list[str]:
+    def left_behind(self, limit_s: float = 15.0) -> list[str]:
         """Processes that outlive the command by more than the moment it takes them to notice."""
-        deadline = time.monotonic() + 15.0
+        deadline = time.monotonic() + limit_s
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left

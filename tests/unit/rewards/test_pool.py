@@ -84,6 +84,16 @@ def test_pool_starts_again_after_a_death_between_calls(pool: ProcessPool) -> Non
     assert run(pool, "operator.add", 1, 2) == 3
 
 
+def test_pool_makes_a_call_once_more_whose_process_somebody_killed(pool: ProcessPool, tmp_path: Path) -> None:
+    mark = tmp_path / "was_here"
+    at_first = f"test -e {mark} || (touch {mark}; kill -9 $PPID; sleep 60)"  # PPID: the pool's process
+    assert run(pool, "os.system", at_first) == 0 and mark.exists()
+    with pytest.raises(PoolError, match=r"its process died during the call \(signal SIGKILL\)"):
+        run(pool, "os.system", f"echo once more >> {tmp_path}/calls; kill -9 $PPID; sleep 60")
+    assert (tmp_path / "calls").read_text().count("once more") == 2
+    assert run(pool, "operator.add", 1, 2) == 3
+
+
 def test_pool_names_a_function_that_does_not_import(pool: ProcessPool) -> None:
     with pytest.raises(PoolError, match="module 'no_such_module' does not import"):
         run(pool, "no_such_module.fn")
