@@ -56,6 +56,7 @@ def disturbed(folder: Path, checkpoint: Path, engine: str, trainer: str, num_kil
     wall_s = time.monotonic() - start
     undisturbed = Run(folder / "undisturbed", *overrides(checkpoint, engine, "colocated", steps, 0))
     undisturbed.succeed()
+    chaos.check_processes()
     in_turn = trainer == "colocated"
     comparison = compare(chaos.run, undisturbed, ledger=in_turn, metrics=in_turn and engine == "hf")
     return Result(

@@ -133,8 +133,6 @@ class Chaos:
         finally:
             if self.run.process.poll() is None:
                 self.run.kill()
-        if left := self.run.left_behind(LONGEST_END_S):
-            self.problems.append(f"left behind: {left}")
 
     def _carry_out(self, kills: Sequence[Kill], limit_s: float) -> None:
         for kill in kills:
@@ -145,6 +143,11 @@ class Chaos:
                 break
             self._strike(kill)
         self._until(lambda: False, limit_s)
+
+    def check_processes(self) -> None:
+        """That the run, which is over, has left none."""
+        if left := self.run.left_behind(LONGEST_END_S):
+            self.problems.append(f"left behind: {left}")
 
     @property
     def step(self) -> int:

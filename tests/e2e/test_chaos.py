@@ -53,17 +53,21 @@ def test_comparison_tells_what_differs(steps, loss, lost, repeated, says, tmp_pa
 
 def test_runs_whose_processes_are_killed_train_what_an_undisturbed_one_does(checkpoint, tmp_path):
     plans = {
-        "colocated": plan(3, seed=1, targets=(Target.DRIVER, Target.ENGINE, Target.REWARD)),
-        "fully_async": plan(2, seed=2, targets=(Target.TRAINER, Target.WORKFLOW)),
+        "colocated": plan(3, seed=5, targets=(Target.DRIVER, Target.ENGINE, Target.REWARD)),
+        "fully_async": plan(2, seed=5, targets=(Target.TRAINER, Target.WORKFLOW)),
     }
     steps = max(map(num_steps, plans.values()))
-    undisturbed = Run(tmp_path / "undisturbed", *overrides(checkpoint, "hf", "colocated", steps, 0))
+    undisturbed = Run(tmp_path / "undisturbed", *overrides(checkpoint, "hf", "colocated", steps, 0))  # beside the first
+    disturbed = []
     for trainer, kills in plans.items():
         chaos = Chaos(Run(tmp_path / trainer, *overrides(checkpoint, "hf", trainer, steps, 4)))
+        disturbed.append(chaos)
         chaos.to_the_end(kills)
-        assert chaos.problems == [] and len(chaos.blows) == len(kills)
-        assert sum(blow.ended for blow in chaos.blows) == 1
-        undisturbed.succeed()  # it runs beside the first
-        exact = trainer == "colocated"
-        comparison = compare(chaos.run, undisturbed, ledger=exact, metrics=exact)
+        assert [blow.target for blow in chaos.blows] == [kill.target for kill in kills]
+        assert [blow.ended for blow in chaos.blows] == [kill.target.ends_run for kill in kills]
+    undisturbed.succeed()
+    for chaos, in_turn in zip(disturbed, (True, False), strict=True):
+        chaos.check_processes()
+        assert chaos.problems == []
+        comparison = compare(chaos.run, undisturbed, ledger=in_turn, metrics=in_turn)
         assert comparison.problems == [] and (comparison.lost, comparison.repeated) == (0, 0)
