@@ -13,6 +13,7 @@ from ray.exceptions import ActorDiedError
 from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import AlgoConfig, FilterGroupsConfig
 from rlpost.batch import Group, Provenance
+from rlpost.rewards.config import RewardConfig
 from rlpost.trainer.buffer import GroupBuffer
 from rlpost.trainer.colocated import ColocatedSource
 from rlpost.trainer.fully_async import AsyncSource
@@ -70,7 +71,7 @@ def common(pool: RolloutPool, trainers: Trainers, disjoint: bool) -> dict[str, A
         "spec": LONG,
         "n": N,
         "filter_groups": FILTER,
-        "max_error_rate": 0.0,
+        "reward": RewardConfig(stop_error_rate=0.0),
     }
 
 
