@@ -17,26 +17,19 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
+from rlpost import config
 from rlpost.algos.algorithm import Algorithm
-from rlpost.algos.config import AlgoConfig
 from rlpost.batch import Batch
 from rlpost.config import Config
 from rlpost.trainer.about import about
 from rlpost.trainer.nonfinite import Fault
-from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, RefConfig
 from rlpost.workers.model import ModelInfo, ModelShape
 from rlpost.workers.model_worker import WorkerSetup
 
 BUNDLE, BATCH, WEIGHTS = "bundle.json", "batch.safetensors", "weights"
 FORMAT = 1
 # of the config, what a step depends on
-SECTIONS: dict[str, type] = {
-    "algo": AlgoConfig,
-    "model": ModelConfig,
-    "actor": ActorConfig,
-    "critic": CriticConfig,
-    "ref": RefConfig,
-}
+SECTIONS = {name: config.SECTIONS[name] for name in ("algo", "model", "actor", "critic", "ref")}
 
 Save = Callable[[Path], Awaitable[Any]]
 

@@ -50,6 +50,7 @@ def test_numbers_of_tokens_that_are_not_trained_do_not_matter():
     dirty = batch()
     for column in CHECKED:
         dirty[column][~dirty["response_mask"]] = NAN
+    assert list(faults(dirty)) == []
     require_finite(dirty)
 
 
