@@ -65,6 +65,8 @@ def gather(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Tenso
     if not isinstance(parameter, DTensor):
         return parameter.detach().to(device, dtype)
     shard = parameter.detach().to_local().to(device, dtype)
+    if parameter.device_mesh.size() == 1:
+        return shard
     return DTensor.from_local(
         shard,
         parameter.device_mesh,

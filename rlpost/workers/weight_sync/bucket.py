@@ -8,7 +8,8 @@ import torch
 ALIGNMENT_BYTES = 64
 DIGEST_MASK = 2**63 - 1  # digests are told without their sign: -1 means something else
 
-# names, shapes, dtypes, offsets; and where the bytes are: what `Buffer.where` of its transport says
+# names, shapes, dtypes, offsets; `used`: bytes up to the end of the last one; and where the bytes are, which
+# `Buffer.where` of its transport says
 Bucket = dict[str, Any]
 Tensors = dict[str, tuple[tuple[int, ...], str]]  # name -> (shape, dtype name), as in WeightManifest.tensors
 
@@ -18,14 +19,14 @@ def empty_bucket() -> Bucket:
     return {"names": [], "shapes": [], "dtypes": [], "offsets": []}
 
 
-def digest_of(name: str, data: torch.Tensor) -> torch.Tensor:
-    """Checksum of one tensor's bytes (uint8 `[n]`), an int64 scalar on their device: nobody waits for it here.
+def digest_of(names: list[str], data: torch.Tensor) -> torch.Tensor:
+    """Checksum of a bucket: which tensors, and its bytes (uint8 `[n]`, n a multiple of `ALIGNMENT_BYTES`) in order.
 
-    Sums of these over tensors (modulo 2^64) do not depend on their order.
+    An int64 scalar on the bytes' device: nobody waits for it here. Those of an update are added, modulo 2^64.
     """
-    whole = data.numel() // 8 * 8
-    total = data[:whole].view(torch.int64).sum() + data[whole:].sum()
-    return total * (zlib.crc32(name.encode()) | 1)
+    lines = data.view(torch.int64).view(-1, ALIGNMENT_BYTES // 8).sum(1)
+    places = torch.arange(1, 2 * len(lines), 2, device=data.device)
+    return (lines * places).sum() * (zlib.crc32("\n".join(names).encode()) | 1)
 
 
 def padded(nbytes: int) -> int:

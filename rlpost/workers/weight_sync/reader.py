@@ -42,11 +42,11 @@ class BucketReader:
         data = self._fetch(bucket)
         if data is None:
             return
+        self._digest = self._digest + digest_of(bucket["names"], data[: bucket["used"]])
         for name, shape, dtype, offset in zip(
             bucket["names"], bucket["shapes"], bucket["dtypes"], bucket["offsets"], strict=True
         ):
             place = data[offset : offset + num_bytes(shape, dtype)]
-            self._digest = self._digest + digest_of(name, place)
             yield name, place.view(getattr(torch, dtype)).view(shape)
         platform().synchronize()
 

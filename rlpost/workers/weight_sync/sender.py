@@ -117,7 +117,6 @@ class Sender:
             if self._writes:
                 place = self._buffers[0].data[used : used + nbytes]
                 place.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
-                self._digest = self._digest + digest_of(name, place)
             entry = (name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), used)
             for column, value in zip(bucket.values(), entry, strict=True):
                 column.append(value)
@@ -126,8 +125,10 @@ class Sender:
             yield self._seal(bucket, used)
 
     def _seal(self, bucket: Bucket, used: int) -> Bucket:
+        if self._writes:
+            self._digest = self._digest + digest_of(bucket["names"], self._buffers[0].data[:used])
         platform().synchronize()  # the reader must not see a copy that is still queued
         if not self._writes:
             return bucket
         self._buffers[0].send(used)
-        return bucket | self._buffers[0].where()
+        return bucket | {"used": used} | self._buffers[0].where()
