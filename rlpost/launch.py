@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from rlpost.config import CONFIG_DIR, Config, register, to_object
 from rlpost.endings import CONFIG_ERROR, FAILED, FINISHED, INTERRUPTED, RESUMABLE, STALLED, Preempted, Stalled
 from rlpost.overrides import check_overrides, check_stated
-from rlpost.redact import redact_files
+from rlpost.redact import redact_files, redact_text
 
 VALUE_FLAGS = {"--cfg", "-c", "--package", "-p", "--info", "-i"}  # the next word is theirs, not an override
 OTHER_CONFIG = {"--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--experimental-rerun"}
@@ -97,10 +97,8 @@ def run(cfg: DictConfig, run_dir: Path, execute: Execute, hydra_cfg: HydraConf |
         if hydra_cfg is not None:
             check_stated(typed, hydra_cfg)
         summary = execute(typed, run_dir)
-    except (
-        ValueError
-    ) as error:  # a mistake in the config, as a rule: its message says all, the trace is kept to be sure
-        (run_dir / "error.txt").write_text(traceback.format_exc())
+    except ValueError as error:  # a mistake in the config, as a rule: its message says all, the trace is to be sure
+        _keep_trace(run_dir)
         print(f"rlpost: {error}", file=sys.stderr)
         return CONFIG_ERROR
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -108,18 +106,24 @@ def run(cfg: DictConfig, run_dir: Path, execute: Execute, hydra_cfg: HydraConf |
         return INTERRUPTED
     except (Stalled, Preempted) as ended:
         print(f"rlpost: {ended}", file=sys.stderr)
-        (run_dir / "error.txt").write_text(traceback.format_exc())  # also of what it may hide
+        _keep_trace(run_dir)  # also of what it may hide
         return STALLED if isinstance(ended, Stalled) else RESUMABLE
     except SystemExit as error:  # of the user's code, say: it would pass for success
         print(f"rlpost: something called sys.exit({error.code!r}) before the run had ended", file=sys.stderr)
-        (run_dir / "error.txt").write_text(traceback.format_exc())
+        _keep_trace(run_dir)
         return FAILED
     except Exception as error:  # the process edge: say what happened, keep the trace, exit non-zero
-        trace = run_dir / "error.txt"
-        trace.write_text(traceback.format_exc())
+        trace = _keep_trace(run_dir)
         print(f"rlpost: {type(error).__name__}: {error}\n(full trace: {trace})", file=sys.stderr)
         return FAILED
     print(json.dumps(summary), flush=True)
     if not summary.get("finished", True):
         return RESUMABLE if summary.get("stopped_by") == "SIGTERM" else INTERRUPTED
     return FINISHED if summary.get("passed", True) else FAILED
+
+
+def _keep_trace(run_dir: Path) -> Path:
+    """Write the trace of the present error, without secrets, into the run's folder; returns the file."""
+    path = run_dir / "error.txt"
+    path.write_text(redact_text(traceback.format_exc()))
+    return path

@@ -41,6 +41,9 @@ def test_every_failure_keeps_its_trace(monkeypatch, tmp_path, capsys):
     assert "in execute" in (tmp_path / "error.txt").read_text()
     assert ends(monkeypatch, tmp_path, RuntimeError("broken")) == FAILED
     assert "RuntimeError: broken" in (tmp_path / "error.txt").read_text()
+    assert ends(monkeypatch, tmp_path, RuntimeError("login of http://me:hunter2@host failed, api_key=k1")) == FAILED
+    kept = (tmp_path / "error.txt").read_text()
+    assert "login of http://***@host failed, api_key=***" in kept and "hunter2" not in kept and "k1" not in kept
 
 
 @pytest.mark.parametrize(
