@@ -5,6 +5,7 @@ Serves vLLM >= 0.24; where versions differ it asks the engine's signatures what 
 
 import asyncio
 import dataclasses
+import inspect
 import os
 from collections.abc import Awaitable, Sequence
 from typing import Any
@@ -66,6 +67,7 @@ class VLLMEngine(ServedEngine):
     def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int):
         super().__init__("vLLM", cfg, model, max_model_len)
         self._llm: Any = None
+        self._update: dict[str, Any] = {}  # how an update of weights is to begin
 
     async def start(self) -> None:
         """See `RolloutEngine.start`.
@@ -86,6 +88,9 @@ class VLLMEngine(ServedEngine):
         with self._processes.starting(self._cfg.startup_timeout_s):
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+            if "is_checkpoint_format" in inspect.signature(self._llm.start_weight_update).parameters:  # 0.24
+                in_place = await self._llm.collective_rpc("rlpost_loads_in_place")
+                self._update = {"is_checkpoint_format": not all(in_place)}
 
     async def sleep(self, level: int = 1) -> None:
         """See `RolloutEngine.sleep`."""
@@ -98,7 +103,7 @@ class VLLMEngine(ServedEngine):
             await self._call(self._llm.wake_up(list(tags)))
 
     async def _open_update(self) -> None:
-        await self._call(self._llm.start_weight_update())
+        await self._call(self._llm.start_weight_update(**self._update))
 
     async def _write(self, bucket: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest

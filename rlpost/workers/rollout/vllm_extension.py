@@ -14,6 +14,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
@@ -38,11 +41,23 @@ class UpdateInfo(WeightTransferUpdateInfo):
     bucket: Bucket = field(default_factory=dict)
 
 
-class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Reads buckets and loads them layer by layer, in checkpoint format.
+def loads_in_place(model: torch.nn.Module) -> bool:
+    """Whether `model` computes with its weights as they were loaded, so that new ones may be written over them.
 
-    vLLM changed who opens and closes the layerwise reload: 0.24's worker does it itself and hands `load_weights` in;
-    later versions leave it to this class.
+    True on CUDA without quantization, mixture of experts and latent attention: other kernels want weights packed,
+    shuffled, absorbed or quantized, which vLLM's layerwise reload does anew, at a millisecond or more a tensor.
+    """
+    plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    methods = [method for m in model.modules() if (method := getattr(m, "quant_method", None)) is not None]
+    latent = any(isinstance(module, MLAAttention) for module in model.modules())
+    return current_platform.is_cuda() and not latent and all(type(method) in plain for method in methods)
+
+
+class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Reads buckets of weights in checkpoint format and loads them: in place, or else by vLLM's layerwise reload.
+
+    vLLM changed who opens and closes the layerwise reload: 0.24's worker does it itself, if it is told to; later
+    versions leave it to this class.
     """
 
     init_info_cls = InitInfo
@@ -50,29 +65,40 @@ class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
-        device = next(self.model.parameters()).device
-        self.reader = BucketReader(device)
-        self._device = device
+        self._device = next(self.model.parameters()).device
+        self._in_place = loads_in_place(self.model)
+        self.reader = BucketReader(self._device)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """See `InitInfo`."""
 
     def start_weight_update(self) -> None:
-        """Open a layerwise reload."""
+        """Open a layerwise reload, where one is needed."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        initialize_layerwise_reload(self.model)
+        if not self._in_place:
+            initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo, load_weights: Callable[..., Any] | None = None) -> None:
-        """Load one bucket. Tensors are copied out of it: the reload keeps those whose layer is not complete yet."""
-        load = load_weights or self.model.load_weights
-        load([(name, tensor.to(self._device, copy=True)) for name, tensor in self.reader.read(update_info.bucket)])
+        """Load one bucket. The layerwise reload keeps tensors of layers that are not complete yet: it gets copies.
+
+        Args:
+            update_info: the bucket.
+            load_weights: 0.24's way to load; in place it wants names of its own, so the model's is taken instead.
+        """
+        tensors = self.reader.read(update_info.bucket)
+        if self._in_place:
+            self.model.load_weights(tensors)
+        else:
+            load = load_weights or self.model.load_weights
+            load([(name, tensor.to(self._device, copy=True)) for name, tensor in tensors])
 
     def finish_weight_update(self) -> None:
         """Close the layerwise reload."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        finalize_layerwise_reload(self.model, self.model_config)
+        if not self._in_place:
+            finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Unmap the trainer's buffers, and leave its group."""
@@ -102,6 +128,10 @@ class WorkerExtension:
         if current_platform.is_cpu() and head is not None and getattr(head, "quant_method", None) is not None:
             head.quant_method.process_weights_after_loading(head)
         return self.weight_transfer_engine.reader.close()  # type: ignore[attr-defined]
+
+    def rlpost_loads_in_place(self) -> bool:
+        """See `loads_in_place`."""
+        return loads_in_place(self.model_runner.get_model())  # type: ignore[attr-defined]
 
     def rlpost_device_uuid(self) -> str:
         """The physical device of this worker, "cpu" without one."""
