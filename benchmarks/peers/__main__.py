@@ -18,14 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import environment
-from benchmarks.peers.cell import SHAPES, Cell, Lengths, parse_lengths
+from benchmarks.peers.cell import SHAPES, VOCABULARY, Cell, Lengths, parse_lengths
 from benchmarks.peers.process import gpu_name, run
 from benchmarks.peers.steps import summary
 from benchmarks.peers.systems import SYSTEMS, System
 from benchmarks.peers.table import table
 
 ROOT = Path(__file__).resolve().parents[2]
+FACTS = "import json; from benchmarks.common import environment; print(json.dumps(environment()))"
 VERSIONS = """
 import importlib.metadata as m, json, sys
 found = {}
@@ -48,6 +48,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="measured steps")
     parser.add_argument("--micro-tokens", type=int, help="tokens of one forward and backward pass")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.5, help="of every engine")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="of random weights")
     parser.add_argument("--engine", choices=("vllm", "hf"), default="vllm", help="hf: where there is no GPU")
     parser.add_argument("--path", action="append", default=[], metavar="SYSTEM=A:B", help="ahead on its PYTHONPATH")
     parser.add_argument("--set", action="append", default=[], metavar="SYSTEM:KEY=VALUE", help="a further setting")
@@ -72,6 +73,7 @@ def make_cell(args: argparse.Namespace, work: Path, env: dict[str, str]) -> Cell
     num_prompts = args.prompts * (args.warmup + args.steps + 1)
     command = [sys.executable, "-m", "benchmarks.peers.materials", "--shape", args.model, "--lengths", lengths.text]
     command += ["--out", str(folder), "--num-prompts", str(num_prompts)]
+    command += ["--vocabulary", str(args.vocabulary)]
     if args.tokenizer:
         command += ["--tokenizer", str(args.tokenizer)]
     subprocess.run(command, check=True, env=env)
@@ -121,10 +123,10 @@ def system_env(name: str, paths: dict[str, str]) -> dict[str, str]:
     return {**kept, "PYTHONPATH": os.pathsep.join(dict.fromkeys(parts)), "HF_HUB_OFFLINE": "1"}
 
 
-def versions(packages: Sequence[str], env: dict[str, str]) -> dict[str, str]:
-    """Of the packages that a system sees."""
-    told = subprocess.run([sys.executable, "-c", VERSIONS, *packages], env=env, check=True, capture_output=True)
-    return json.loads(told.stdout)
+def ask(script: str, arguments: Sequence[str], env: dict[str, str]) -> dict[str, str]:
+    """What a script prints as JSON; in a process of its own, since it may look at the GPU, or needs another's path."""
+    told = subprocess.run([sys.executable, "-c", script, *arguments], env=env, check=True, stdout=subprocess.PIPE)
+    return json.loads(told.stdout.splitlines()[-1])
 
 
 def device() -> str:
@@ -155,7 +157,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     paths = dict(item.split("=", 1) for item in args.path)
     first = dict(item.split("=", 1) for item in args.variant)
     cell = make_cell(args, work, system_env("rlpost", paths))
-    facts = environment() | {"device": device(), "model": args.model, "lengths": args.lengths.name}
+    facts = ask(FACTS, [], system_env("rlpost", paths)) | {
+        "device": device(),
+        "model": args.model,
+        "lengths": args.lengths.name,
+    }
     facts |= {"batch": f"{args.prompts} x {args.samples}", "warmup": str(args.warmup)}
     missing = []
     for name in args.systems.split(","):
@@ -163,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         system, env = SYSTEMS[name](cell, further), system_env(name, paths)
         env |= system.environment
         row = measure(system, first.get(name, "fast"), args.warmup, env, work, args.timeout)
-        row |= {"device": device(), "versions": versions(system.packages, env)}
+        row |= {"device": device(), "versions": ask(VERSIONS, system.packages, env)}
         save(args.out, facts, row)
         if "step_s" not in row:
             missing.append(name)

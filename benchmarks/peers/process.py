@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MARK = "BENCHMARK_PEERS_RUN"  # in the environment of everything that a system starts
-POLL_S = 0.5
+POLL_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

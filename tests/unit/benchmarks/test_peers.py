@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from benchmarks.peers import __main__ as driver
 from benchmarks.peers import materials
@@ -22,6 +21,7 @@ from benchmarks.peers.steps import Step, rlpost_steps, summary, trl_steps, verl_
 from benchmarks.peers.systems import SYSTEMS, Rlpost, Trl, Verl
 from benchmarks.peers.table import table
 from rlpost.rewards.base import Answer
+from rlpost.tasks.quickstart import character_tokenizer
 
 VERL_LOG = """\
 1000.000\t\x1b[36m(TaskRunnerV1 pid=77)\x1b[0m Training Progress:   0%|          | 0/3 [00:00<?, ?it/s]
@@ -50,16 +50,9 @@ def cell(**changes: object) -> Cell:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE tokenizer with a chat template and two special tokens, as SmolLM2's is."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    specials = ["<|im_start|>", "<|im_end|>"]
-    vocabulary = {token: i for i, token in enumerate([*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=specials[0], eos_token=specials[1], pad_token=specials[1]
-    )
-    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+    """A small BPE tokenizer with a chat template."""
+    folder, tokenizer = tmp_path_factory.mktemp("tokenizer"), character_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer.save_pretrained(str(folder))
     return folder
 
@@ -92,7 +85,7 @@ def test_make_model_extends_the_tokenizer_and_lists_what_ends_an_answer(source: 
     materials.make_model("tiny", lengths, source, folder, vocabulary=1000)
     tokenizer, before = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(source)
     assert len(tokenizer) == 1000 == AutoConfig.from_pretrained(folder).vocab_size
-    assert tokenizer("A box, 12 pencils")["input_ids"] == before("A box, 12 pencils")["input_ids"]
+    assert tokenizer("12+30 = 42")["input_ids"] == before("12+30 = 42")["input_ids"]
     assert tokenizer.decode([999]) == "<unused_999>"
     stops = GenerationConfig.from_pretrained(folder).eos_token_id
     assert len(stops) == num_stop_ids(lengths, 1000)
@@ -205,7 +198,8 @@ def test_both_forms_of_the_reward_agree() -> None:
 def test_run_stamps_lines_and_ends_all_that_was_started(tmp_path: Path) -> None:
     script = "import subprocess, sys; subprocess.Popen(['sleep', '600'], start_new_session=True); print('ready')"
     script += "; import time; time.sleep(600)"
-    log, seen = tmp_path / "log.txt", []
+    log = tmp_path / "log.txt"
+    seen: list[int] = []
 
     def ready() -> bool:
         if log.is_file() and "ready" in log.read_text():
