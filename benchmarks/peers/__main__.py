@@ -10,6 +10,7 @@ GPU. See benchmarks/README.md.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,7 +54,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--path", action="append", default=[], metavar="SYSTEM=A:B", help="ahead on its PYTHONPATH")
     parser.add_argument("--set", action="append", default=[], metavar="SYSTEM:KEY=VALUE", help="a further setting")
     parser.add_argument("--variant", action="append", default=[], metavar="SYSTEM=plain", help="not fast first")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each system and variant")
+    parser.add_argument(
+        "--timeout", type=float, default=900.0, help="seconds for each system and variant; the steps done by then count"
+    )
     parser.add_argument("--work", type=Path, help="folder for weights and logs; default: a temporary one")
     parser.add_argument("--out", type=Path, help="JSON file, merged with what is there")
     args = parser.parse_args(argv)
@@ -97,7 +100,7 @@ def trained(system: System, folder: Path) -> bool:
 
 
 def measure(system: System, first: str, warmup: int, env: dict[str, str], work: Path, timeout_s: float) -> Any:
-    """The row of one system: of the first variant, from `first` on, that trains all its steps."""
+    """The row of one system: of the first variant, from `first` on, that does not fail before its steps count."""
     row: dict[str, Any] = {"system": system.name}
     for variant in system.variants[system.variants.index(first) :]:
         folder = Path(tempfile.mkdtemp(prefix=f"{system.name}-{variant}-", dir=work))
@@ -112,6 +115,8 @@ def measure(system: System, first: str, warmup: int, env: dict[str, str], work: 
             return row
         tail = "\n".join((folder / "log.txt").read_text(errors="replace").splitlines()[-30:])
         print(f"{system.name} ({variant}): {outcome.ended} after {len(steps)} steps\n{tail}", flush=True)
+        if outcome.ended == "timeout":  # says nothing about the settings
+            break
     return row
 
 
@@ -150,8 +155,14 @@ def save(out: Path | None, facts: dict[str, Any], row: dict[str, Any]) -> None:
         out.with_suffix(".md").write_text(text + "\n")
 
 
+def end_on_sigterm() -> None:
+    """Leave in order, so that what was started is ended."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
+    end_on_sigterm()
     work = (args.work or Path(tempfile.mkdtemp(prefix="peers-work-"))).resolve()
     work.mkdir(parents=True, exist_ok=True)
     paths = dict(item.split("=", 1) for item in args.path)

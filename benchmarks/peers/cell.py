@@ -27,7 +27,7 @@ class Shape:
 SHAPES = {
     "0.6b": Shape(hidden=1024, intermediate=3072, layers=28, heads=16),
     "1.7b": Shape(hidden=2048, intermediate=6144, layers=28, heads=16, micro_tokens=8192),
-    "tiny": Shape(hidden=32, intermediate=64, layers=2, heads=8, head_dim=16, micro_tokens=1024),
+    "tiny": Shape(hidden=32, intermediate=64, layers=2, heads=8, head_dim=32, micro_tokens=1024),
 }
 
 

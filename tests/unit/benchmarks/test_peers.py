@@ -269,3 +269,24 @@ def test_system_env_puts_its_own_packages_first(monkeypatch: pytest.MonkeyPatch)
     env = driver.system_env("verl", {"verl": "/a:/b"})
     assert env["PYTHONPATH"] == f"/a:/b:{driver.ROOT}"
     assert driver.system_env("rlpost", {})["PYTHONPATH"] == f"/elsewhere:{driver.ROOT}"
+
+
+def test_driver_that_is_ended_ends_what_it_started(tmp_path: Path) -> None:
+    script = "import signal, sys; from pathlib import Path; from benchmarks.peers import __main__ as driver, process\n"
+    script += "driver.end_on_sigterm()\n"
+    script += f"process.run(['sleep', '600'], {{}}, Path({str(tmp_path)!r}), lambda: False, 600)"
+    env = {**os.environ, "PYTHONPATH": str(driver.ROOT)}
+    running = subprocess.Popen([sys.executable, "-c", script], env=env)
+    while not (sleeping := [pid for pid in children("sleep") if parent(pid) == running.pid]):
+        time.sleep(0.1)
+    running.terminate()
+    assert running.wait(timeout=60) == 143
+    assert sleeping[0] not in children("sleep")
+
+
+def parent(pid: int) -> int:
+    """Of a process; 0 once it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
