@@ -1,6 +1,7 @@
 """One system's process: its output with times, the card's memory meanwhile, and an end that leaves nothing behind."""
 
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -32,17 +33,19 @@ class MemoryPoll:
 
     def __init__(self, gpu: str):
         self.peak_mib: int | None = None
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         if shutil.which("nvidia-smi"):
             query = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-            self._process = subprocess.Popen([*query, "-lms", "200"], stdout=subprocess.PIPE, text=True)
-            threading.Thread(target=self._read, daemon=True).start()
+            screen, terminal = pty.openpty()  # into a pipe it might keep its lines for minutes
+            self._process = subprocess.Popen([*query, "-lms", "200"], stdout=terminal)
+            os.close(terminal)
+            threading.Thread(target=self._read, args=(screen,), daemon=True).start()
 
-    def _read(self) -> None:
-        assert self._process is not None and self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.strip().isdigit():
-                self.peak_mib = max(self.peak_mib or 0, int(line))
+    def _read(self, screen: int) -> None:
+        with suppress(OSError), open(screen, errors="replace") as lines:  # a terminal that closes is an error
+            for line in lines:
+                if line.strip().isdigit():
+                    self.peak_mib = max(self.peak_mib or 0, int(line))
 
     def close(self) -> None:
         """Stop polling."""

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from benchmarks.peers import __main__ as driver
 from benchmarks.peers import materials
 from benchmarks.peers.cell import Cell, Lengths, mean_length, num_stop_ids, parse_lengths, stop_probability
-from benchmarks.peers.process import MARK, end_family, family, run
+from benchmarks.peers.process import MARK, MemoryPoll, end_family, family, run
 from benchmarks.peers.reward import compute_score, score_group
 from benchmarks.peers.steps import Step, rlpost_steps, summary, trl_steps, verl_steps
 from benchmarks.peers.systems import SYSTEMS, Rlpost, Trl, Verl
@@ -223,6 +223,24 @@ def children(name: str) -> list[int]:
         except OSError:
             continue
     return found
+
+
+def test_memory_poll_keeps_the_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!{sys.executable}\nimport time\nfor n in (10, 30, 20): print(n)\ntime.sleep(600)\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    poll = MemoryPoll("0")
+    while poll.peak_mib != 30:
+        time.sleep(0.05)
+    poll.close()
+
+
+def test_memory_poll_without_the_tool_knows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    poll = MemoryPoll("0")
+    poll.close()
+    assert poll.peak_mib is None
 
 
 def test_run_tells_a_failure_from_a_timeout(tmp_path: Path) -> None:
