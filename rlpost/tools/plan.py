@@ -1,7 +1,7 @@
 """Will it fit, and how long is a step? `python -m rlpost.tools.plan [key=value ...]`, without a GPU.
 
-Takes the overrides that `rlpost.main` would get, and keys of its own: the hardware, how long answers are, and the constants
-of its model.
+Takes the overrides that `rlpost.main` would get, and keys of its own: the hardware, how long answers are, and the
+constants of its model.
 
     python -m rlpost.tools.plan hardware=h200 num_gpus=8 model=hf model.path=Qwen/Qwen3-8B mean_length=800
 """

@@ -1,10 +1,10 @@
 """Bytes of activations that the training engine keeps for each token, layer by layer; pure arithmetic.
 
-What `PackedModel` saves for its backward pass in a compute dtype of b bytes, with the modules of transformers and without
-compilation. An RMSNorm of H numbers: its input in float32 (4 H) and the normalised numbers (b H), which its own weight
-needs. A matrix product: its input, once however many products share it. Attention: queries, keys, values, output and a
-float32 log-sum-exp for each head. The gated MLP: gate, its activation, up and the product of the two. Residual sums
-save nothing. `tests/unit/tools/planning/test_activations.py` holds this to what autograd says it saved.
+What `PackedModel` saves for its backward pass in a compute dtype of b bytes, with the modules of transformers and
+without compilation. An RMSNorm of H numbers: its input in float32 (4 H) and the normalised numbers (b H), which its own
+weight needs. A matrix product: its input, once however many products share it. Attention: queries, keys, values, output
+and a float32 log-sum-exp for each head. The gated MLP: gate, its activation, up and the product of the two. Residual
+sums save nothing. `tests/unit/tools/planning/test_activations.py` holds this to what autograd says it saved.
 """
 
 from rlpost.tools.planning.shapes import Shape
@@ -23,8 +23,8 @@ def attention_bytes(shape: Shape, width: int, kernel: str) -> int:
     Args:
         shape: of the model.
         width: bytes of the compute dtype.
-        kernel: "sdpa" pads to copies; "grouped" takes keys as they are; "repeated" takes a key head for every query head
-            (torch's varlen attention up to 2.11).
+        kernel: "sdpa" pads to copies; "grouped" takes keys as they are; "repeated" takes a key head for every query
+            head (torch's varlen attention up to 2.11).
     """
     queries, keys = shape.query_size, shape.key_size
     norms = norm_bytes(queries + keys, width) + FLOAT * (shape.heads + shape.kv_heads) if shape.qk_norm else 0

@@ -68,12 +68,13 @@ def _changes(run: Run, phase: Phase) -> Iterator[list[Change]]:
         yield [{"model.enable_gradient_checkpointing": True}]
     if phase.name in ("train", "logprob"):
         yield _lower_budgets(run)
+        yield _slices(run)
     if phase.name == "generate" and run.takes_turns:
         yield [{"actor.fsdp.optimizer_offload": True}]
         yield [{"actor.fsdp.param_offload": True}]
     if phase.name == "sync" and run.takes_turns:
         yield [{"actor.fsdp.optimizer_offload": True}]
-    if cfg.algo.needs_reference and not cfg.ref.param_offload and phase.name != "logprob" and phase.devices != "rollout":
+    if "ref: weights" in phase.parts and not cfg.ref.param_offload and phase.name != "logprob":
         yield [{"ref.param_offload": True}]
     if not run.is_async and not cfg.rollout.free_cache_engine:
         yield [{"rollout.free_cache_engine": True}]
@@ -100,6 +101,19 @@ def _lower_budgets(run: Run) -> list[Change]:
             rounded = role.ppo_max_token_len_per_gpu * step // STEPS // 256 * 256
             change[f"{section}.ppo_max_token_len_per_gpu"] = max(least, rounded)
         tries.append(change)
+    return tries
+
+
+def _slices(run: Run) -> list[Change]:
+    """Sequences that several ranks share, with micro-batches that hold one of the longest."""
+    tries: list[Change] = []
+    for size in (2, 4, 8):
+        least = -(-run.longest // size // 256) * 256
+        if run.pools.train % size or run.shape.heads % size or least >= run.cfg.actor.ppo_max_token_len_per_gpu:
+            continue
+        sections = ["actor", *(["critic"] if run.cfg.algo.needs_critic else [])]
+        change: Change = {f"{section}.ulysses_sequence_parallel_size": size for section in sections}
+        tries.append(change | {f"{section}.ppo_max_token_len_per_gpu": least for section in sections})
     return tries
 
 
@@ -134,11 +148,11 @@ def _first_fit(run: Run, phase: Phase, tries: list[Change]) -> Advice | None:
 
 
 def _together(run: Run, phase: Phase) -> list[Advice]:
-    """Change after change, each at its strongest where it helps, until the phase fits."""
+    """Change after change, the mildest value of each key that suffices, until the phase fits."""
     whole: Change = {}
     best = phase
     for tries in _changes(run, phase):
-        for change in (tries[-1:] if "num_gpus" not in (tries or [{}])[0] else tries):
+        for change in tries:
             after = _after(run, phase, whole | change)
             if after is not None and after.total_bytes < best.total_bytes:
                 whole, best = whole | change, after

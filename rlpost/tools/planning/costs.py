@@ -131,7 +131,7 @@ def _decoding(run: Run, engine: Engine) -> tuple[float, float, str]:
 
 
 def _read_share(run: Run, batch: int) -> float:
-    """Of an engine's weights, those that a decoding step of `batch` sequences reads: experts that nobody asks for stay."""
+    """Of an engine's weights, those that a step of `batch` sequences reads: experts that nobody asks for are not."""
     shape = run.shape
     if not shape.experts:
         return 1.0

@@ -22,9 +22,9 @@ class Efficiency:
     head_passes: float = 8.5  # passes over float32 logits, forward, and again backward; fitted
     collective: float = 0.7  # of a link's bandwidth that collectives reach; 326 of 450 GB/s measured on two H200
     update_s: float = 0.05  # of an optimizer update beside its memory traffic
-    host_step_s: float = 0.005  # of the engine's host, a decoding step
-    host_sequence_s: float = 1.5e-5  # for each sequence of it; SGLang's 28 us with logprobs, `logprob_s` included
-    logprob_s: float = 1.3e-5  # for each of them whose logprobs are asked for
+    host_step_s: float = 0.003  # of the engine's host, a decoding step
+    host_sequence_s: float = 2.2e-5  # and for each sequence; with `logprob_s` 30 ms at 1,024, measured with vLLM 0.24
+    logprob_s: float = 0.8e-5  # for each of them whose logprobs are asked for
     layer_s: float = 2e-5  # of a layer's kernels in a decoding step, however little they do
     all_reduce_s: float = 1e-5  # of tensor parallelism, two a layer
     sync_s: float = 0.3  # of a weight sync, and

@@ -250,9 +250,7 @@ def _publishing(run: Run) -> Parts:
     """The trainer while it sends: one tensor gathered at a time. Optimizer state has left where it may."""
     optimizer = not run.takes_turns
     gathered = run.engine_width * run.shape.largest_parameter * (1 if run.shards == 1 else 2)
-    return (
-        _kept_state(run, params=True, optimizer=optimizer) | _reference(run) | {"gathered weights": float(gathered)}
-    )
+    return _kept_state(run, params=True, optimizer=optimizer) | _reference(run) | {"gathered weights": float(gathered)}
 
 
 def _resting_trainer(run: Run) -> Parts:
@@ -268,7 +266,7 @@ def _resting_trainer(run: Run) -> Parts:
 
 
 def engine_memory(run: Run) -> Engine:
-    """What `rollout.gpu_memory_utilization` holds. SGLang counts weights and cache alone in it, vLLM its workspace too."""
+    """What `rollout.gpu_memory_utilization` holds: with SGLang weights and cache alone, with vLLM its workspace too."""
     shape, rollout, ranks = run.shape, run.cfg.rollout, run.tensor_parallel
     share = rollout.gpu_memory_utilization * run.device.memory_bytes
     weights = run.engine_width * shape.parameters / ranks
@@ -285,7 +283,7 @@ def engine_memory(run: Run) -> Engine:
     problem = ""
     if cache < longest * per_token + states:
         least = (share - cache + longest * per_token + states) / run.device.memory_bytes
-        problem = f"the share of rollout.gpu_memory_utilization holds no sequence of {longest} tokens: it needs {least:.2f}"
+        problem = f"the engine's cache holds no {longest} tokens: rollout.gpu_memory_utilization needs {least:.2f}"
     return Engine(
         weights=weights,
         workspace=workspace,

@@ -85,9 +85,9 @@ def _facts(run: Run) -> dict[str, Any]:
 
 def _headline(run: Run) -> str:
     pools, shape, cfg = run.pools, run.shape, run.cfg
-    size = f"{shape.parameters / 1e9:.2f}e9 parameters"
+    size = f"{shape.parameters / 1e9:.3g}e9 parameters"
     if shape.experts:
-        size += f", {shape.active_parameters / 1e9:.2f}e9 active"
+        size += f", {shape.active_parameters / 1e9:.3g}e9 active"
     where = "shared" if pools.shared else f"{pools.train} train, {pools.rollout} roll out"
     return "\n".join(
         [

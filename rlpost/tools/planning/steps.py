@@ -1,6 +1,7 @@
 """Step time by phase: the predicted costs, run through the simulator that schedules as real runs do."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from rlpost.tools.planning.costs import Costs
 from rlpost.tools.planning.memory import Engine
@@ -40,7 +41,7 @@ class StepTime:
 def scenario_of(run: Run, costs: Costs, engine: Engine) -> Scenario:
     """The simulator's form of a run and its costs."""
     trainer, pools = run.cfg.trainer, run.pools
-    values = {
+    values: dict[str, Any] = {
         "devices": float(pools.total),
         "devices_per_replica": float(run.tensor_parallel),
         "slots": engine.slots,
