@@ -239,7 +239,7 @@ def set_devices(cfg: Config, num_gpus: int | None) -> None:
     if num_gpus is not None:
         nodes = max(1, -(-num_gpus // GPUS_PER_NODE))
         if num_gpus < 1 or num_gpus % nodes:
-            raise ValueError(f"num_gpus={num_gpus}: must be >= 1, and above {GPUS_PER_NODE} a multiple of it")
+            raise ValueError(f"num_gpus={num_gpus}: must be >= 1, and fill hosts of {GPUS_PER_NODE} or fewer alike")
         cfg.cluster.nnodes, cfg.cluster.n_gpus_per_node = nodes, num_gpus // nodes
 
 

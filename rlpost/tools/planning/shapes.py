@@ -1,6 +1,5 @@
 """Shapes of language models: a table of public configs by name, a checkpoint's config.json, and what they count."""
 
-import dataclasses
 import json
 import re
 from dataclasses import dataclass
@@ -259,10 +258,3 @@ def _linear_layers(text: dict[str, Any], layers: int) -> int:
     if kinds:
         return sum(kind == "linear_attention" for kind in kinds)
     return layers - layers // (text.get("full_attention_interval") or 4)
-
-
-def with_parameters(shape: Shape, num_parameters: int) -> Shape:
-    """The shape with a total that was counted, the difference among the other parameters."""
-    return dataclasses.replace(
-        shape, other_parameters=shape.other_parameters + max(0, num_parameters - shape.parameters)
-    )

@@ -33,7 +33,9 @@ def parameters_of(model) -> int:
 
 def on_meta(config):
     with init_empty_weights():
-        return AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    return model
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
