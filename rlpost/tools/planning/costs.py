@@ -98,10 +98,8 @@ def _gathered(run: Run, token_s: float, passes: int) -> float:
     """Device-seconds a token where FSDP gathers (and sums up) in the background; the longer of the two counts."""
     if run.shards == 1:
         return token_s
-    role = run.cfg.actor
-    _, num_micro = run.micro_batch(role)
-    tokens = run.tokens / run.pools.train / run.updates / num_micro * role.ulysses_sequence_parallel_size
-    tokens /= role.ulysses_sequence_parallel_size
+    _, num_micro = run.micro_batch(run.cfg.actor)
+    tokens = run.tokens / run.pools.train / run.updates / num_micro  # of a micro-batch, on one rank
     moved = passes * run.train_width * run.shape.parameters  # gathered for each pass
     if passes == 2 and not run.cfg.model.lora_rank:
         moved += FLOAT * run.shape.parameters  # gradients
