@@ -99,7 +99,7 @@ def _explain_oom(method: Callable) -> Callable:
                 f"rank {self.rank} ran out of device memory in '{phase}': {error}\n"
                 "Lower actor.ppo_max_token_len_per_gpu (or the critic's) or rollout.gpu_memory_utilization; or set "
                 "model.enable_gradient_checkpointing=true, actor.fsdp.param_offload=true and "
-                "actor.fsdp.optimizer_offload=true"
+                "actor.fsdp.optimizer_offload=true. What fits: python -m rlpost.tools.plan, with the same overrides"
             ) from error
 
     return wrapped

@@ -1,0 +1,153 @@
+"""What a step's parts cost, in seconds: a roofline of matrix products, memory traffic, links and hosts."""
+
+from dataclasses import dataclass
+
+from rlpost.tools.planning.activations import layer_bytes
+from rlpost.tools.planning.memory import Engine, trained_parameters
+from rlpost.tools.planning.run import Run
+
+FLOAT = 4
+ADAM_BYTES = 28  # of memory traffic a parameter: weights, gradients and moments read, weights and moments written
+
+
+@dataclass(slots=True, kw_only=True)
+class Costs:
+    """Named as in `rlpost.tools.simulation.scenario.Scenario`, whose unit is the device-second.
+
+    Attributes:
+        decode_step_s, decode_sequence_s, prefill_token_s: of an engine.
+        infer_token_s: of all inference passes of a step together, by column.
+        train_token_s, update_s: of all trained roles together.
+        sync_s, move_s: of a weight sync, and of memory that changes hands.
+        mfu: model FLOPs of the training pass over the peak, recomputation not counted.
+        bound: what decoding waits for: the engine's host or the device.
+    """
+
+    decode_step_s: float
+    decode_sequence_s: float
+    prefill_token_s: float
+    infer_token_s: dict[str, float]
+    train_token_s: float
+    update_s: float
+    sync_s: float
+    move_s: float
+    mfu: float
+    bound: str
+
+
+def predict_costs(run: Run, engine: Engine) -> Costs:
+    """Of a step of mean lengths."""
+    decode_step_s, decode_sequence_s, bound = _decoding(run, engine)
+    train, update, mfu = _training(run)
+    peak = run.efficiency.matmul * run.device.flops_s * run.tensor_parallel
+    return Costs(
+        decode_step_s=decode_step_s,
+        decode_sequence_s=decode_sequence_s,
+        prefill_token_s=2 * run.shape.active_parameters / peak / run.cfg.rollout.n,  # the samples share their prompt
+        infer_token_s={name: _inference(run, name) for name in run.inferred},
+        train_token_s=train,
+        update_s=update,
+        sync_s=_sync(run),
+        move_s=_move(run, engine),
+        mfu=mfu,
+        bound=bound,
+    )
+
+
+def layer_flops(run: Run) -> float:
+    """Of the forward pass of all layers for one token; attention over half of a sequence of mean length."""
+    context = (run.prompt_tokens + run.mean_length) / 2
+    return 2.0 * run.shape.layer_matmul + 4.0 * run.shape.softmax_layers * run.shape.query_size * context
+
+
+def _layers_s(run: Run, flops_factor: float, traffic: float) -> float:
+    kept = run.shape.layers * layer_bytes(run.shape, run.train_width, run.kernel)
+    peak = run.efficiency.matmul * run.device.flops_s
+    return flops_factor * layer_flops(run) / peak + traffic * kept / run.device.memory_bytes_s
+
+
+def _head_s(run: Run, products: int) -> float:
+    """One direction of the logprob head, for those tokens whose logprob is wanted."""
+    shape, device = run.shape, run.device
+    flops = products * 2.0 * shape.vocab * shape.hidden / (run.efficiency.matmul * device.flops_s)
+    return run.wanted * (flops + run.efficiency.head_passes * FLOAT * shape.vocab / device.memory_bytes_s)
+
+
+def _inference(run: Run, column: str) -> float:
+    """Device-seconds a token of one inference pass."""
+    head = 0.0 if column == "values" else _head_s(run, 1)
+    return _gathered(run, _layers_s(run, 1, run.efficiency.forward_traffic) + head, passes=1)
+
+
+def _training(run: Run) -> tuple[float, float, float]:
+    """Device-seconds a token, seconds an update, and the MFU."""
+    constants, shape = run.efficiency, run.shape
+    forward = _layers_s(run, 1, constants.forward_traffic)
+    layers = forward + _layers_s(run, 2, constants.backward_traffic)
+    if run.cfg.model.enable_gradient_checkpointing:
+        layers += forward
+    actor = _gathered(run, layers + _head_s(run, 1) + _head_s(run, 3), passes=2)
+    critic = _gathered(run, layers, passes=2) if run.cfg.algo.needs_critic else 0.0
+    trained = trained_parameters(run, "actor") / run.shards
+    update = constants.update_s + ADAM_BYTES * trained / (constants.bandwidth * run.device.memory_bytes_s)
+    flops = 3 * (layer_flops(run) + run.wanted * 2.0 * shape.vocab * shape.hidden)
+    return actor + critic, update * (2 if critic else 1), flops / actor / run.device.flops_s
+
+
+def _gathered(run: Run, token_s: float, passes: int) -> float:
+    """Device-seconds a token where FSDP gathers (and sums up) in the background; the longer of the two counts."""
+    if run.shards == 1:
+        return token_s
+    _, num_micro = run.micro_batch(run.cfg.actor)
+    tokens = run.tokens / run.pools.train / run.updates / num_micro  # of a micro-batch, on one rank
+    moved = passes * run.train_width * run.shape.parameters  # gathered for each pass
+    if passes == 2 and not run.cfg.model.lora_rank:
+        moved += FLOAT * run.shape.parameters  # gradients
+    several = run.cfg.cluster.nnodes > 1 and run.shards > (run.cfg.cluster.n_gpus_per_node or 1)
+    link = run.device.network_bytes_s if several else run.device.link_bytes_s
+    communication = moved * (run.shards - 1) / run.shards / (run.efficiency.collective * link)
+    return max(token_s, communication / tokens)
+
+
+def _decoding(run: Run, engine: Engine) -> tuple[float, float, str]:
+    """Seconds of a decoding step, seconds for each of its sequences, and whether host or device takes longer."""
+    constants, shape, ranks = run.efficiency, run.shape, run.tensor_parallel
+    bandwidth = constants.bandwidth * run.device.memory_bytes_s
+    batch = engine.slots
+    device_step = engine.weights * _read_share(run, batch) / bandwidth + shape.layers * constants.layer_s
+    if ranks > 1:
+        device_step += 2 * shape.layers * constants.all_reduce_s
+    context = run.prompt_tokens + run.mean_length / 2
+    states = shape.linear_layers * shape.linear_layer_numbers * FLOAT / ranks
+    device_sequence = (context * engine.cache_token_bytes + 2 * states) / bandwidth
+    device_sequence += 2.0 * shape.active_parameters / ranks / (constants.matmul * run.device.flops_s)
+    asked = constants.logprob_s / run.cfg.rollout.logprobs_every if run.cfg.rollout.logprobs_every else 0.0
+    host_step, host_sequence = constants.host_step_s, constants.host_sequence_s + asked
+    if host_step + batch * host_sequence > device_step + batch * device_sequence:
+        return host_step, host_sequence, "host"
+    return device_step, device_sequence, "device"
+
+
+def _read_share(run: Run, batch: int) -> float:
+    """Of an engine's weights, those that a step of `batch` sequences reads: experts that nobody asks for are not."""
+    shape = run.shape
+    if not shape.experts:
+        return 1.0
+    experts = shape.layers * shape.experts * shape.expert_matrices / shape.parameters
+    return 1.0 - experts * (1.0 - shape.experts_per_token / shape.experts) ** batch
+
+
+def _sync(run: Run) -> float:
+    return run.efficiency.sync_s + run.engine_width * run.shape.parameters / run.efficiency.sync_bytes_s
+
+
+def _move(run: Run, engine: Engine) -> float:
+    """What a colocated step spends on handing memory over: there and back through the host's link."""
+    if not run.takes_turns:
+        return 0.0
+    fsdp, parameters = run.cfg.actor.fsdp, run.shape.parameters
+    numbers = (parameters if fsdp.param_offload else 0) + (
+        2 * trained_parameters(run, "actor") if fsdp.optimizer_offload else 0
+    )
+    moved = 2 * FLOAT * numbers / run.shards + 2 * engine.weights
+    return run.efficiency.move_s + moved / run.device.host_bytes_s
