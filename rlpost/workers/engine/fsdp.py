@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.profiler import record_function
 
 from rlpost import heartbeat
 from rlpost.batch import Batch, Provenance
@@ -105,7 +106,8 @@ class FSDPEngine(TrainEngine):
         with nullcontext() if adapter else self.model.adapter_off():
             outputs = []
             for micro_batch in micro_batches:
-                outputs.append(_to_host(self._run(micro_batch, entropy, temperature)[1]))
+                with record_function("rlpost.forward"):
+                    outputs.append(_to_host(self._run(micro_batch, entropy, temperature)[1]))
                 heartbeat.beat()
         self._reshard()
         return outputs
@@ -113,7 +115,8 @@ class FSDPEngine(TrainEngine):
     def train_step(self, micro_batches: list[Batch], loss: MicroLoss) -> Metrics:
         """See `TrainEngine.train_step`. Metrics come from one rank of each sequence group."""
         parts = self.accumulate(micro_batches, loss)
-        own = self.update()
+        with record_function("rlpost.update"):
+            own = self.update()
         heartbeat.beat()
         return merge([*parts, own]) if self.parallel.leads_sequence else {}
 
@@ -123,13 +126,16 @@ class FSDPEngine(TrainEngine):
         self._bad_losses = torch.zeros((), device=self.device)
         parts: list[Metrics] = []
         for micro_batch in micro_batches:
-            micro, output, total = self._run_for_loss(micro_batch)
-            if len(micro):
-                share, metrics = loss(micro, output)
-                total = share + total
-                parts.append(metrics)
-            self._bad_losses += ~total.detach().isfinite()
-            total.backward()
+            with record_function("rlpost.forward"):
+                micro, output, total = self._run_for_loss(micro_batch)
+            with record_function("rlpost.loss"):
+                if len(micro):
+                    share, metrics = loss(micro, output)
+                    total = share + total
+                    parts.append(metrics)
+                self._bad_losses += ~total.detach().isfinite()
+            with record_function("rlpost.backward"):
+                total.backward()
             heartbeat.beat()
         self._reshard()
         return parts
@@ -199,7 +205,8 @@ class FSDPEngine(TrainEngine):
             optim.clip_(self._parameters, norm, self._cfg.grad_clip)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            self.optimizer.step()
+            with record_function("rlpost.optimizer"):
+                self.optimizer.step()
             self.updates += 1
         self.optimizer.zero_grad(set_to_none=True)
         if torch.distributed.get_rank() != 0:

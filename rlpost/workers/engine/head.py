@@ -6,6 +6,7 @@ then moved to the token it belongs to (t + 1) by `to_predicted`.
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 CHUNK_BYTES = 256 * 2**20  # of one chunk's float32 logits
 
@@ -76,6 +77,7 @@ class _TokenLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
+    @record_function("rlpost.head")
     def forward(ctx, hidden, weight, bias, targets, temperature, vocab_size, entropy, chunk):
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         normalizers, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
@@ -99,6 +101,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
+    @record_function("rlpost.head_backward")
     def backward(ctx, grad_logprobs, grad_entropies):
         hidden, weight, bias, targets, normalizers, entropies = ctx.saved_tensors
         temperature, vocab_size, chunk = ctx.settings
