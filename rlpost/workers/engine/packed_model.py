@@ -32,19 +32,19 @@ class PackedModel(nn.Module):
         input_ids: Tensor,
         position_ids: Tensor,
         packing: Packing,
+        rows: Tensor,
         targets: Tensor,
-        wanted: Tensor,
         temperature: float,
         entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """All `[n]`, this rank's slice of the pack; results are float32 `[n]` by source position.
+        """`[n]` is this rank's slice of the pack; results are float32 `[n]` by source position.
 
         Args:
-            input_ids: int64 tokens.
-            position_ids: int64, restarting with each sequence.
+            input_ids: int64 `[n]` tokens.
+            position_ids: int64 `[n]`, restarting with each sequence.
             packing: the whole pack.
-            targets: int64 next token of each position.
-            wanted: bool, positions whose logprob is computed; others give 0.
+            rows: int64 `[m]`, ascending positions whose logprob is computed; others give 0.
+            targets: int64 `[m]`, the token that follows each of them.
             temperature: of the sampling.
             entropy: also compute it.
 
@@ -59,12 +59,11 @@ class PackedModel(nn.Module):
             bias = None if score.bias is None else score.bias.float()
             return nn.functional.linear(hidden.float(), score.weight.float(), bias).sum(-1), None  # [n, 1] -> [n]
         head = self.model.get_output_embeddings()
-        rows = wanted.nonzero().squeeze(-1)
         logprobs, entropies = token_logprobs(
-            hidden[rows], head.weight, head.bias, targets[rows],
+            hidden, head.weight, head.bias, rows, targets,
             temperature=temperature, vocab_size=self.vocab_size, entropy=entropy,
         )  # fmt: skip
-        zeros = torch.zeros(len(wanted), dtype=torch.float32, device=hidden.device)
+        zeros = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         spread = zeros.index_put((rows,), logprobs)
         return spread, None if entropies is None else zeros.index_put((rows,), entropies)
 
