@@ -14,6 +14,7 @@ a sequence of n tokens. Neither the embedding's look-up nor anything computed tw
 """
 
 import argparse
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -136,7 +137,9 @@ def seconds(step: Callable[[], Any], repeats: int, warm_up: int) -> float:
     return sorted(times[warm_up:])[repeats // 2]
 
 
-def measure(args: argparse.Namespace, model: str, packed: int, lengths: str, checkpointing: bool) -> list[dict]:
+def measure(
+    args: argparse.Namespace, model: str, packed: int, lengths: str, checkpointing: bool, compile: str
+) -> list[dict]:
     """A row for the training step and one for the logprob pass."""
     path = checkpoint(model, args.cache)
     config = AutoConfig.from_pretrained(path)
@@ -149,7 +152,7 @@ def measure(args: argparse.Namespace, model: str, packed: int, lengths: str, che
     )
     engine = FSDPEngine(
         str(path),
-        ModelConfig(path=str(path), enable_gradient_checkpointing=checkpointing),
+        ModelConfig(path=str(path), enable_gradient_checkpointing=checkpointing, compile=compile),
         actor,
         vocab_size=config.vocab_size,
         temperature=1.0,
@@ -176,6 +179,7 @@ def measure(args: argparse.Namespace, model: str, packed: int, lengths: str, che
         "lengths": lengths,
         "micro_batches": args.micro_batches,
         "checkpointing": checkpointing,
+        "compile": compile,
     }
     rows = []
     for name, run, passes in (("train", train, 3), ("logprob", infer, 1)):
@@ -187,7 +191,9 @@ def measure(args: argparse.Namespace, model: str, packed: int, lengths: str, che
         if args.trace is not None and dist.get_rank() == 0:
             print(f"\n## Trace of: {rows[-1]}", flush=True)
         if args.trace is not None:  # all ranks: the step is collective
-            file = args.trace.with_name(f"{name}-{facts['model']}-{packed}-rank{dist.get_rank()}-{args.trace.name}")
+            file = args.trace.with_name(
+                f"{name}-{facts['model']}-{packed}-{compile}-rank{dist.get_rank()}-{args.trace.name}"
+            )
             file.parent.mkdir(parents=True, exist_ok=True)
             trace.record(run, file)
             if dist.get_rank() == 0:
@@ -238,6 +244,7 @@ def main() -> None:
     parser.add_argument("--packed", nargs="+", type=int, default=[16384], help="tokens of a micro-batch")
     parser.add_argument("--lengths", nargs="+", default=["long"], help="'long' or a number of tokens")
     parser.add_argument("--checkpointing", nargs="+", choices=["off", "on"], default=["off"])
+    parser.add_argument("--compile", nargs="+", choices=["auto", "on", "off"], default=["auto"])
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=128, help="not trained, at the start of a sequence")
     parser.add_argument("--only", nargs="+", choices=["train", "logprob"], default=["train", "logprob"])
@@ -251,10 +258,10 @@ def main() -> None:
     args = parser.parse_args()
     _connect()
     rows: list[dict[str, Any]] = []
-    cells = [(m, p, n, c) for m in args.model for p in args.packed for n in args.lengths for c in args.checkpointing]
-    for model, packed, lengths, checkpointing in cells:
+    choices = (args.model, args.packed, args.lengths, args.checkpointing, args.compile)
+    for model, packed, lengths, checkpointing, compile in itertools.product(*choices):
         try:
-            rows += measure(args, model, packed, lengths, checkpointing == "on")
+            rows += measure(args, model, packed, lengths, checkpointing == "on", compile)
         except torch.OutOfMemoryError:
             rows.append({"model": Path(model).name, "packed": packed, "lengths": lengths, "pass": "out of memory"})
         platform().empty_cache()

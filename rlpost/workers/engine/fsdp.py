@@ -1,7 +1,7 @@
 """`FSDPEngine`: one model under FSDP2 `fully_shard`, on GPUs and on CPU, from one rank up."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -120,12 +120,22 @@ class FSDPEngine(TrainEngine):
         heartbeat.beat()
         return merge([*parts, own]) if self.parallel.leads_sequence else {}
 
-    def accumulate(self, micro_batches: Iterable[Batch], loss: MicroLoss) -> list[Metrics]:
-        """Forward and backward of every micro-batch: gradients, summed over ranks, for `update`; metrics of `loss`."""
+    def accumulate(
+        self, micro_batches: Sequence[Batch], loss: MicroLoss, begin: Callable[[Batch], Batch] | None = None
+    ) -> list[Metrics]:
+        """Forward and backward of every micro-batch: gradients, summed over ranks, for `update`; metrics of `loss`.
+
+        `begin` sees each micro-batch before its forward pass and gives what is run.
+        """
         self.model.train()
         self._bad_losses = torch.zeros((), device=self.device)
+        alone = torch.distributed.get_world_size() == 1
         parts: list[Metrics] = []
-        for micro_batch in micro_batches:
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            if begin is not None:
+                micro_batch = begin(micro_batch)
+            # a rank without others needs no reduction of its own for each: gradients add up where they are
+            self.model.set_requires_gradient_sync(not alone or number == len(micro_batches))
             with record_function("rlpost.forward"):
                 micro, output, total = self._run_for_loss(micro_batch)
             with record_function("rlpost.loss"):

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}  # of one chunk's float32 logits; small ones load the weight too often
+from rlpost.workers.engine.compiling import compiled
+
+# of one chunk's float32 logits; each chunk costs a pass over the weight and its gradient, 2 GiB are 3,500 Qwen tokens
+CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
 
 
 def next_tokens(token_ids: Tensor) -> Tensor:
@@ -40,6 +43,7 @@ def token_logprobs(
     temperature: float,
     vocab_size: int,
     entropy: bool,
+    compile: bool = False,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-softmax of the target ids, and the entropy, of the distribution that was sampled from.
@@ -55,6 +59,7 @@ def token_logprobs(
         temperature: logits are divided by it.
         vocab_size: ids >= this were never sampled: their logits are -inf.
         entropy: also return it, nats.
+        compile: whether the passes over the logits are compiled into few.
         chunk_bytes: bound of a chunk's float32 logits; None for that of the device.
 
     Returns:
@@ -62,7 +67,7 @@ def token_logprobs(
     """
     chunk = max(1, (chunk_bytes or CHUNK_BYTES[hidden.device.type]) // (4 * weight.shape[0]))
     logprobs, entropies = _TokenLogprobs.apply(
-        hidden, weight, bias, rows, targets, temperature, vocab_size, entropy, chunk
+        hidden, weight, bias, rows, targets, temperature, vocab_size, entropy, compile, chunk
     )
     return logprobs, entropies if entropy else None
 
@@ -72,16 +77,17 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @record_function("rlpost.head")
-    def forward(ctx, hidden, weight, bias, rows, targets, temperature, vocab_size, entropy, chunk):
+    def forward(ctx, hidden, weight, bias, rows, targets, temperature, vocab_size, entropy, compile, chunk):
+        statistics = compiled(_statistics) if compile else _statistics
         logprobs = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
         normalizers, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
         for part in _chunks(len(rows), chunk):
             logits = _logits(hidden[rows[part]], weight, bias, vocab_size)
-            logprobs[part], normalizers[part], found = _statistics(logits, targets[part], temperature, entropy)
+            logprobs[part], normalizers[part], found = statistics(logits, targets[part], temperature, entropy)
             if entropy:
                 entropies[part] = found
         ctx.save_for_backward(hidden, weight, bias, rows, targets, logprobs, normalizers, entropies)
-        ctx.settings = temperature, vocab_size, chunk
+        ctx.settings = temperature, vocab_size, compile, chunk
         ctx.set_materialize_grads(False)
         if not entropy:
             ctx.mark_non_differentiable(entropies)
@@ -91,7 +97,8 @@ class _TokenLogprobs(torch.autograd.Function):
     @record_function("rlpost.head_backward")
     def backward(ctx, grad_logprobs, grad_entropies):
         hidden, weight, bias, rows, targets, logprobs, normalizers, entropies = ctx.saved_tensors
-        temperature, vocab_size, chunk = ctx.settings
+        temperature, vocab_size, compile, chunk = ctx.settings
+        grad_logits = compiled(_grad_logits) if compile else _grad_logits
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
@@ -102,39 +109,32 @@ class _TokenLogprobs(torch.autograd.Function):
             states, of_rows = hidden[rows[part]], (normalizers[part], entropies[part], pull[part])
             also = None if pull_entropy is None else pull_entropy[part]
             logits = _logits(states, weight, bias, vocab_size)
-            grad = _grad_logits(logits, *of_rows, also, temperature, hidden.dtype)
+            grad = grad_logits(logits, *of_rows, also, temperature, hidden.dtype)
             grad.scatter_(1, targets[part, None], _grad_target(logprobs[part], *of_rows[1:], also, hidden.dtype))
             if grad_hidden is not None:
                 grad_hidden[rows[part]] = grad @ weight[:vocab_size]
             if grad_weight is not None:
-                _add_product(grad_weight[:vocab_size], grad.T, states)
+                grad_weight[:vocab_size] += _product(grad.T, states)
             if grad_bias is not None:
                 grad_bias[:vocab_size] += grad.sum(0)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None, None
 
 
 def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int) -> Tensor:
-    """`[m, vocab_size]` before the temperature; in float32 where the product can leave the device's registers so."""
-    weight = weight[:vocab_size]
-    if not _keeps_float32(states):
-        return torch.nn.functional.linear(states, weight, None if bias is None else bias[:vocab_size])
-    logits = torch.mm(states, weight.T, out_dtype=torch.float32)
+    """float32 `[m, vocab_size]`, before the temperature."""
+    logits = _product(states, weight[:vocab_size].T)
     return logits if bias is None else logits + bias[:vocab_size]
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, with a float32 total."""
-    if _keeps_float32(right):
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        total += left @ right
-
-
-def _keeps_float32(factor: Tensor) -> bool:
-    """Whether the device multiplies half precision into float32 without rounding in between."""
-    return factor.is_cuda and factor.dtype != torch.float32 and torch.version.hip is None
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """In float32, from half precision too; on CUDA without rounding in between."""
+    if left.dtype == torch.float32:
+        return left @ right
+    if left.is_cuda and torch.version.hip is None:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return (left @ right).float()
 
 
 def _statistics(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,7 +142,7 @@ def _statistics(logits: Tensor, targets: Tensor, temperature: float, entropy: bo
 
     With z shifted to a maximum of 0 and S = sum exp(z), H = log S - sum(z exp(z)) / S.
     """
-    top = logits.amax(-1, keepdim=True).float()
+    top = logits.amax(-1, keepdim=True)
     shifted = (logits - top).div_(temperature)
     exponentials = shifted.exp()
     total = exponentials.sum(-1)
