@@ -101,7 +101,7 @@ def _interface(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
                 f"{name} uses {'softcap' if s_aux is None else 'attention sinks'}, which packed attention lacks"
             )
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [1, H, N, D] -> [N, H, D]
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [1, H, N, D] -> [N, H, D]
         if packing.group is None:
             return kernel(q, k, v, packing, scale, sliding_window)[None], None
         q, k, v = _heads_to_ranks(q, k, v, packing.group)

@@ -41,7 +41,7 @@ def compile_layer(layer: nn.Module) -> None:
 
     The first pack gives a graph of its lengths, the second, if it differs, one of any.
     """
-    layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+    layer.forward = torch.compile(layer.forward)
 
 
 @functools.cache

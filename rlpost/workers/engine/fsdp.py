@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
 from rlpost import heartbeat
+from rlpost.algos.ragged import fetch
 from rlpost.batch import Batch, Provenance, send
 from rlpost.metrics import Metric, Metrics, Reduce, merge
 from rlpost.platform import platform
@@ -148,7 +149,7 @@ class FSDPEngine(TrainEngine):
                 total.backward()
             heartbeat.beat()
         self._reshard()
-        return parts
+        return fetch(parts)
 
     def _run_for_loss(self, batch: Batch) -> tuple[Batch, Output, Tensor]:
         """The micro-batch on the device, its output, and a 0 through which every parameter gets a gradient, so that

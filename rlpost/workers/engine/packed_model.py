@@ -54,7 +54,7 @@ class PackedModel(nn.Module):
         """
         backbone = self.model.base_model
         output = backbone(input_ids=input_ids[None], position_ids=position_ids[None], packing=packing, use_cache=False)
-        hidden = output.last_hidden_state[0]
+        hidden = output.last_hidden_state.squeeze(0)  # an index would fill a tensor of zeros in the backward pass
         if self.is_critic:
             score = self.model.score
             bias = None if score.bias is None else score.bias.float()
