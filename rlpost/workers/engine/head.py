@@ -140,10 +140,10 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 def _statistics(logits: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Logprobs of the targets, log-sum-exp and entropy (0 when not asked for) of each row, float32 `[m]`.
 
-    With z shifted to a maximum of 0 and S = sum exp(z), H = log S - sum(z exp(z)) / S.
+    `logits` are overwritten. With z shifted to a maximum of 0 and S = sum exp(z), H = log S - sum(z exp(z)) / S.
     """
     top = logits.amax(-1, keepdim=True)
-    shifted = (logits - top).div_(temperature)
+    shifted = _minus(logits, top).div_(temperature)
     exponentials = shifted.exp()
     total = exponentials.sum(-1)
     log_total = total.log()
@@ -161,13 +161,18 @@ def _grad_logits(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`[m, V]` gradient by the logits, except that of the target, which `_grad_target` knows without a difference."""
-    log_p = (logits - (normalizers * temperature)[:, None]).div_(temperature)
-    p = log_p.exp()
+    """`[m, V]` gradient by the logits (overwritten), except that of the target, which `_grad_target` knows without a difference."""
+    log_p = _minus(logits, (normalizers * temperature)[:, None]).div_(temperature)
     if pull_entropy is None:
-        return p.mul_(-pull[:, None]).to(dtype)
+        return log_p.exp_().mul_(-pull[:, None]).to(dtype)
+    p = log_p.exp()
     slope = log_p.add_(entropies[:, None]).mul_(pull_entropy[:, None]).add_(pull[:, None])
     return p.mul_(slope).neg_().to(dtype)
+
+
+def _minus(logits: Tensor, column: Tensor) -> Tensor:
+    """In place, which saves a buffer; but compiled code would write the result back for nothing."""
+    return logits - column if torch.compiler.is_compiling() else logits.sub_(column)
 
 
 def _grad_target(
