@@ -29,6 +29,7 @@ def wanted(setting: str, device: torch.device) -> bool:
         logger.warning("training is slower than it could be: torch.compile fails on %s (%s)", device, error)
         return False
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    torch._dynamo.config.suppress_errors = setting == "auto"  # a layer that does not compile runs as it is, and says so
     return True
 
 

@@ -161,7 +161,7 @@ def _grad_logits(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`[m, V]` gradient by the logits (overwritten), except that of the target, which `_grad_target` knows without a difference."""
+    """`[m, V]` gradient by the logits, which are overwritten; that of the target, a difference, is `_grad_target`'s."""
     log_p = _minus(logits, (normalizers * temperature)[:, None]).div_(temperature)
     if pull_entropy is None:
         return log_p.exp_().mul_(-pull[:, None]).to(dtype)
