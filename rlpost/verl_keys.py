@@ -48,6 +48,7 @@ ROWS: tuple[Row, ...] = (
     Row(ACTOR, "actor", "ppo_max_token_len_per_gpu ppo_epochs grad_clip shuffle ulysses_sequence_parallel_size"),
     Row(ACTOR, None, "ppo_micro_batch_size ppo_micro_batch_size_per_gpu use_dynamic_bsz",
         "always dynamic: `actor.ppo_max_token_len_per_gpu` is the budget of a micro-batch"),
+    Row(ACTOR, "model", "use_torch_compile=compile", "`auto`, `on` or `off`: decoder layers and logprob head"),
     Row(ACTOR, "algo", "clip_ratio_low clip_ratio_high clip_ratio_c"),
     Row(ACTOR, "algo", "clip_ratio=clip_ratio_low", "set both `algo.clip_ratio_low` and `algo.clip_ratio_high`"),
     Row(ACTOR, "algo", "policy_loss.loss_mode=loss_mode", "`vanilla` is `ppo_clip`"),

@@ -1,5 +1,7 @@
 """Sums and means over sequences of different lengths that lie flat, one after another, in `[N]` tensors."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -54,7 +56,7 @@ class ResponseGrid:
 
 
 def weighted_means(columns: dict[str, Tensor], weights: Tensor) -> Metrics:
-    """One mean `Metric` a column, all read from the device in one transfer.
+    """One mean `Metric` a column. On a GPU value and weight stay there until `fetch`, and nothing waits for them.
 
     Args:
         columns: name -> `[N]` (any dtype); values where the weight is 0 do not matter, even NaN.
@@ -63,8 +65,22 @@ def weighted_means(columns: dict[str, Tensor], weights: Tensor) -> Metrics:
     weights = weights.float()
     stacked = torch.stack([values.detach().float() for values in columns.values()])
     sums = (stacked * weights).masked_fill(weights == 0, 0.0).sum(dim=1)
-    *sums, weight = torch.cat([sums, weights.sum().reshape(1)]).tolist()
-    return {name: Metric(s / weight if weight else 0.0, weight) for name, s in zip(columns, sums, strict=True)}
+    weight = weights.sum().reshape(1)
+    found = torch.cat([sums / torch.where(weight == 0, 1.0, weight), weight])
+    numbers: list[Any] = list(found.unbind()) if found.is_cuda else found.tolist()
+    return {name: Metric(mean, numbers[-1]) for name, mean in zip(columns, numbers, strict=False)}
+
+
+def fetch(parts: list[Metrics]) -> list[Metrics]:
+    """`parts` as plain numbers; all that `weighted_means` left on the device comes in one transfer."""
+    readings = [reading for part in parts for m in part.values() for reading in (m.value, m.weight)]
+    waiting = [reading for reading in readings if isinstance(reading, Tensor)]
+    numbers = iter(torch.stack(waiting).tolist() if waiting else [])
+
+    def number(reading: Any) -> float:
+        return next(numbers) if isinstance(reading, Tensor) else reading
+
+    return [{name: Metric(number(m.value), number(m.weight), m.reduce) for name, m in part.items()} for part in parts]
 
 
 def extremes(name: str, values: Tensor) -> Metrics:

@@ -76,6 +76,7 @@ VARIANTS = [
         kinds=("cuda",),
     ),
     Variant(name="attention of the trainer", changes={"model.attn_implementation": "sdpa"}, kinds=("cuda", "rocm")),
+    Variant(name="compilation of the trainer", changes={"model.compile": "off"}, kinds=("cuda", "rocm")),
     Variant(name="precision", changes={"rollout.dtype": "float32", "actor.dtype": "float32"}),
 ]
 

@@ -34,12 +34,14 @@ class ModelConfig:
     chat_template: str | None = None  # a Jinja template, overrides the tokenizer's
     attn_implementation: str = "auto"  # auto, varlen, flash_attention_2, flash_attention_3, sdpa
     enable_gradient_checkpointing: bool = False  # compute activations twice instead of keeping them
+    compile: str = "auto"  # torch.compile of layers and logprob head: auto (on GPUs, where it works), on, off
     lora_rank: int = 0  # 0: full fine-tuning
     lora_alpha: int = 16  # the adapter's output is scaled by lora_alpha / lora_rank
     target_modules: Any = "all-linear"  # all-linear, or a list of module names
     override_config: dict[str, Any] = field(default_factory=dict)  # fields of the model's own config
 
     def __post_init__(self) -> None:
+        self.compile = _switch("model.compile", self.compile)
         _at_least("model.lora_rank", self.lora_rank, 0)
         _at_least("model.lora_alpha", self.lora_alpha, 1)
         _one_of(

@@ -11,6 +11,7 @@ from ranks import Case, CustomLoss, in_ranks, infer, policy_loss, ragged_batch, 
 
 from rlpost.workers.config import FSDPConfig
 from rlpost.workers.engine.attention import KERNELS, Packing
+from rlpost.workers.engine.head import token_logprobs
 from rlpost.workers.model_worker import ModelWorker
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +33,7 @@ def alone(path, tmp_path_factory):
 @pytest.mark.parametrize("window", [None, 7])
 def test_varlen_kernel_equals_sdpa_forward_and_backward(window):
     seqlens = (33, 1, 64, 17)
-    packing = Packing(torch.tensor([0, *seqlens]).cumsum(0).int().cuda(), seqlens)
+    packing = Packing(torch.tensor([0, *seqlens]).cumsum(0).int().cuda(), max(seqlens))
     torch.manual_seed(0)
     inputs = [torch.randn(sum(seqlens), heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)]
     results = []
@@ -88,3 +89,48 @@ def _assert_close(result: dict, expected: dict) -> None:
         for name, want in expected[f"{role}_gradients"].items():
             got = result[f"{role}_gradients"][name]
             assert (got - want).norm() <= 1e-4 * want.norm() + 1e-8, name
+
+
+def _compiled_and_not(worker: ModelWorker, path: str) -> dict:
+    """Two updates in bfloat16 with and without torch.compile, whose second pack has other lengths."""
+    found: dict = {}
+    for setting in ("off", "on"):
+        worker.build(Case(path, model={"compile": setting}, actor={"dtype": "bfloat16"}).setup())
+        batch, loss = ragged_batch(), CustomLoss(policy_loss)
+        found[setting] = {"before": infer(worker, "actor", batch), "metrics": train(worker, "actor", batch, loss)}
+        found[setting]["after"] = infer(worker, "actor", batch)
+    return found
+
+
+def test_compiled_update_equals_the_eager_one(path, tmp_path):
+    found = in_ranks(1, _compiled_and_not, str(path), tmp_path, gpus=True)
+    for when in ("before", "after"):
+        difference = (found["on"][when] - found["off"][when]).abs()
+        assert difference.mean() < 0.03 and difference.max() < 0.3, when
+    norms = [found[setting]["metrics"]["grad_norm"] for setting in ("on", "off")]
+    assert norms[0] == pytest.approx(norms[1], rel=0.05)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_head_in_bfloat16_rounds_inputs_only(compile):
+    generator = torch.Generator("cuda").manual_seed(0)
+    tensors = [torch.randn(n, 64, device="cuda", generator=generator).bfloat16() for n in (300, 1000)]
+    rows, targets = torch.arange(0, 300, 2, device="cuda"), torch.arange(150, device="cuda") * 6
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        hidden, weight = (x.to(dtype).requires_grad_() for x in tensors)
+        if dtype == torch.float64:
+            log_p = (hidden[rows] @ weight[:990].T / 0.7).log_softmax(-1)
+            logprobs, entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        else:
+            logprobs, entropy = token_logprobs(
+                hidden, weight, None, rows, targets, temperature=0.7, vocab_size=990, entropy=True, compile=compile,
+                chunk_bytes=4 * 1000 * 64,
+            )  # fmt: skip
+        gradients = torch.autograd.grad((logprobs + 0.1 * entropy).sum(), (hidden, weight))
+        results.append([logprobs, entropy, *gradients])
+    (got, got_entropy, *got_gradients), (want, want_entropy, *want_gradients) = results
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got_entropy.double(), want_entropy, rtol=1e-3, atol=1e-3)
+    for one, other in zip(got_gradients, want_gradients, strict=True):
+        assert (one.double() - other).norm() < 0.01 * other.norm()

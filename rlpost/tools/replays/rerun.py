@@ -52,6 +52,7 @@ def changed(setup: WorkerSetup, changes: Changes) -> WorkerSetup:
             cfg.ppo_max_token_len_per_gpu *= cfg.ulysses_sequence_parallel_size
             cfg.ulysses_sequence_parallel_size, cfg.fsdp.fsdp_size = 1, -1
             cfg.dtype = changes.dtype or cfg.dtype
+    setup.model_cfg.compile = "off"  # a compiled layer runs none of the probe's hooks
     setup.model_cfg.attn_implementation = changes.attention or setup.model_cfg.attn_implementation
     if changes.model is not None:
         setup.model = dataclasses.replace(setup.model, path=changes.model, tokenizer_path=changes.model)
@@ -113,7 +114,7 @@ def train(
             parts += engine.accumulate(micro_batches, loss)
         else:
             with closing(Probe(engine.model)) as probe:
-                parts += engine.accumulate(map(probe.begin, micro_batches), _watched(loss, probe))
+                parts += engine.accumulate(micro_batches, _watched(loss, probe), begin=probe.begin)
                 probe.gradients()
             findings = probe.findings
             for name, parameter in engine.model.named_parameters():

@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 NAME = "rlpost_packed"
+VARLEN_NAMES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(slots=True, frozen=True)
@@ -25,18 +27,13 @@ class Packing:
 
     Attributes:
         cu_seqlens: int32 `[S + 1]`, of the whole pack, on the device.
-        seqlens: the lengths, on the host.
+        max_seqlen: of the longest sequence, tokens; at least 2, because at 1 kernels take another way.
         group: process group over which the pack is sliced; None without sequence parallelism.
     """
 
     cu_seqlens: Tensor
-    seqlens: tuple[int, ...]
+    max_seqlen: int
     group: dist.ProcessGroup | None = None
-
-    @property
-    def max_seqlen(self) -> int:
-        """Longest sequence, tokens."""
-        return max(self.seqlens)
 
 
 # (q [N, H, D], k [N, Hkv, D], v [N, Hkv, D], packing, scale, window or None) -> [N, H, D]; causal
@@ -52,7 +49,7 @@ def choose_kernel(attn_implementation: str, device_type: str, dtype: torch.dtype
     half_on_gpu = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     packages = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
     if attn_implementation == "auto":
-        return "varlen" if half_on_gpu and importlib.util.find_spec("torch.nn.attention.varlen") else "sdpa"
+        return "varlen" if half_on_gpu else "sdpa"
     if attn_implementation == "sdpa":
         return "sdpa"
     if not half_on_gpu:
@@ -104,7 +101,7 @@ def _interface(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
                 f"{name} uses {'softcap' if s_aux is None else 'attention sinks'}, which packed attention lacks"
             )
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [1, H, N, D] -> [N, H, D]
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [1, H, N, D] -> [N, H, D]
         if packing.group is None:
             return kernel(q, k, v, packing, scale, sliding_window)[None], None
         q, k, v = _heads_to_ranks(q, k, v, packing.group)
@@ -167,7 +164,7 @@ class _GatherSlices(torch.autograd.Function):
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None) -> Tensor:
     """Pad q, k and v to [S, T_max] for the call: causal attention never sees the padding behind a sequence."""
-    count, longest = len(packing.seqlens), packing.max_seqlen
+    count, longest = packing.cu_seqlens.shape[0] - 1, packing.max_seqlen
     starts = packing.cu_seqlens[:-1].long()
     shift, lengths = torch.arange(count, device=q.device) * longest - starts, packing.cu_seqlens.diff()
     place = torch.arange(len(q), device=q.device) + shift.repeat_interleave(lengths, output_size=len(q))
@@ -188,15 +185,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, windo
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None) -> Tensor:
-    """torch's own; torch 2.11 takes no grouped key heads yet."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    grouped = {}
-    if q.shape[1] != k.shape[1]:
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-            grouped = {"enable_gqa": True}
-        else:
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    """torch's own. Its kernel for CUDA takes grouped key heads, also where (torch 2.11) no argument announces them."""
+    grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if VARLEN_NAMES_GROUPS else {}
+    if torch.version.hip and not VARLEN_NAMES_GROUPS:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     cu_seqlens, longest = packing.cu_seqlens, packing.max_seqlen
     left = -1 if window is None else window - 1
     return varlen_attn(

@@ -1,16 +1,18 @@
 """`FSDPEngine`: one model under FSDP2 `fully_shard`, on GPUs and on CPU, from one rank up."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.profiler import record_function
 
 from rlpost import heartbeat
-from rlpost.batch import Batch, Provenance
+from rlpost.algos.ragged import fetch
+from rlpost.batch import Batch, Provenance, send
 from rlpost.metrics import Metric, Metrics, Reduce, merge
 from rlpost.platform import platform
 from rlpost.workers.config import ModelConfig, TrainRoleConfig
@@ -105,34 +107,49 @@ class FSDPEngine(TrainEngine):
         with nullcontext() if adapter else self.model.adapter_off():
             outputs = []
             for micro_batch in micro_batches:
-                outputs.append(_to_host(self._run(micro_batch, entropy, temperature)[1]))
+                with record_function("rlpost.forward"):
+                    outputs.append(self._run(micro_batch, entropy, temperature)[1])
                 heartbeat.beat()
         self._reshard()
-        return outputs
+        return [_to_host(output) for output in outputs]
 
     def train_step(self, micro_batches: list[Batch], loss: MicroLoss) -> Metrics:
         """See `TrainEngine.train_step`. Metrics come from one rank of each sequence group."""
         parts = self.accumulate(micro_batches, loss)
-        own = self.update()
+        with record_function("rlpost.update"):
+            own = self.update()
         heartbeat.beat()
         return merge([*parts, own]) if self.parallel.leads_sequence else {}
 
-    def accumulate(self, micro_batches: Iterable[Batch], loss: MicroLoss) -> list[Metrics]:
-        """Forward and backward of every micro-batch: gradients, summed over ranks, for `update`; metrics of `loss`."""
+    def accumulate(
+        self, micro_batches: Sequence[Batch], loss: MicroLoss, begin: Callable[[Batch], Batch] | None = None
+    ) -> list[Metrics]:
+        """Forward and backward of every micro-batch: gradients, summed over ranks, for `update`; metrics of `loss`.
+
+        `begin` sees each micro-batch before its forward pass and gives what is run.
+        """
         self.model.train()
         self._bad_losses = torch.zeros((), device=self.device)
+        alone = torch.distributed.get_world_size() == 1
         parts: list[Metrics] = []
-        for micro_batch in micro_batches:
-            micro, output, total = self._run_for_loss(micro_batch)
-            if len(micro):
-                share, metrics = loss(micro, output)
-                total = share + total
-                parts.append(metrics)
-            self._bad_losses += ~total.detach().isfinite()
-            total.backward()
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            if begin is not None:
+                micro_batch = begin(micro_batch)
+            # a rank without others needs no reduction of its own for each: gradients add up where they are
+            self.model.set_requires_gradient_sync(not alone or number == len(micro_batches))
+            with record_function("rlpost.forward"):
+                micro, output, total = self._run_for_loss(micro_batch)
+            with record_function("rlpost.loss"):
+                if len(micro):
+                    share, metrics = loss(micro, output)
+                    total = share + total
+                    parts.append(metrics)
+                self._bad_losses += ~total.detach().isfinite()
+            with record_function("rlpost.backward"):
+                total.backward()
             heartbeat.beat()
         self._reshard()
-        return parts
+        return fetch(parts)
 
     def _run_for_loss(self, batch: Batch) -> tuple[Batch, Output, Tensor]:
         """The micro-batch on the device, its output, and a 0 through which every parameter gets a gradient, so that
@@ -141,32 +158,40 @@ class FSDPEngine(TrainEngine):
         return batch.to(self.device), output, 0.0 * raw.sum()
 
     def _run(self, batch: Batch, entropy: bool, temperature: float | None) -> tuple[Tensor, Output]:
-        """This rank's values by source, and the `Output` by token. An empty batch runs as one sequence of padding."""
+        """This rank's values by source, and the `Output` by token. An empty batch runs as one sequence of padding.
+
+        Whatever follows from the batch alone is worked out on the host, so that nothing here waits for the device.
+        """
         group, size = self.parallel.sequence_group, self.parallel.sequence_size
-        num_tokens, seqlens = batch.num_tokens, batch.seqlens.tolist()
+        num_tokens = batch.num_tokens
         padding = -num_tokens % size or (size if num_tokens == 0 else 0)
-        if padding:
-            seqlens = [*seqlens, padding]
+        lengths = torch.nn.functional.pad(batch.seqlens, (0, 1), value=padding) if padding else batch.seqlens
+        ends = lengths.cumsum(0)
+        cu_seqlens = torch.nn.functional.pad(ends, (1, 0))
+        positions = torch.arange(num_tokens + padding) - (ends - lengths).repeat_interleave(lengths)
         token_ids, targets = self._targets(batch, padding)
-        cu_seqlens = torch.tensor([0, *seqlens]).cumsum(0).to(self.device)
-        positions = torch.cat([torch.arange(n) for n in seqlens]).to(self.device)
-        wanted = head.predicts(cu_seqlens, targets, num_tokens + padding)
         part = self._slice(num_tokens + padding)
-        packing = attention.Packing(cu_seqlens.int(), tuple(seqlens), group)
+        rows = head.predicts(cu_seqlens, targets, num_tokens + padding)[part].nonzero().squeeze(-1)
+        packing = attention.Packing(self._send(cu_seqlens.int()), max(2, int(lengths.max())), group)
         main, extra = self.model(
-            token_ids[part], positions[part], packing, head.next_tokens(token_ids)[part], wanted[part],
+            self._send(token_ids[part]), self._send(positions[part]), packing,
+            self._send(rows), self._send(head.next_tokens(token_ids)[part][rows]),
             self.temperature if temperature is None else temperature, entropy,
         )  # fmt: skip
+        last = self._send(ends - 1)
 
         def by_token(by_source: Tensor) -> Tensor:
-            return head.to_predicted(attention.gather_slices(by_source, group), cu_seqlens)[:num_tokens]
+            return head.to_predicted(attention.gather_slices(by_source, group), last)[:num_tokens]
 
         if self._critic:
             return main, Output(values=by_token(main))
         return main, Output(logprobs=by_token(main), entropy=None if extra is None else by_token(extra))
 
+    def _send(self, tensor: Tensor) -> Tensor:
+        return send(tensor, self.device)
+
     def _targets(self, batch: Batch, padding: int) -> tuple[Tensor, Tensor | None]:
-        """Padded token ids, and which of them get a logprob (None: all)."""
+        """Padded token ids, and which of them get a logprob (None: all); on the host."""
         token_ids, targets = batch["token_ids"], None
         if "provenance" in batch:
             targets = batch["provenance"] == Provenance.MODEL
@@ -177,8 +202,8 @@ class FSDPEngine(TrainEngine):
                 "are ever sampled. Do tokenizer and checkpoint belong together?"
             )
         if targets is not None:
-            targets = torch.nn.functional.pad(targets, (0, padding)).to(self.device)
-        return torch.nn.functional.pad(token_ids, (0, padding)).to(self.device), targets
+            targets = torch.nn.functional.pad(targets, (0, padding))
+        return torch.nn.functional.pad(token_ids, (0, padding)), targets
 
     def _slice(self, num_tokens: int) -> slice:
         """This rank's part of a pack."""
@@ -199,7 +224,8 @@ class FSDPEngine(TrainEngine):
             optim.clip_(self._parameters, norm, self._cfg.grad_clip)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            self.optimizer.step()
+            with record_function("rlpost.optimizer"):
+                self.optimizer.step()
             self.updates += 1
         self.optimizer.zero_grad(set_to_none=True)
         if torch.distributed.get_rank() != 0:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 from rlpost.workers.config import ModelConfig
+from rlpost.workers.engine import compiling
 from rlpost.workers.engine.packed_model import PackedModel
 from rlpost.workers.engine.parallel import Parallel
 
@@ -99,12 +100,15 @@ def load_sharded(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # LoRA's initial A
         source = build(path, cfg, critic=critic, attention=attention, meta=False) if dist.get_rank() == 0 else None
-    model = PackedModel(build(path, cfg, critic=critic, attention=attention, meta=True), vocab_size)
+    compiles = compiling.wanted(cfg.compile, device)
+    model = PackedModel(build(path, cfg, critic=critic, attention=attention, meta=True), vocab_size, compiles)
     if cfg.enable_gradient_checkpointing:
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
     model.to(master_dtype)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in decoder_layers(model.model):
+        if compiles:
+            compiling.compile_layer(layer)
         fully_shard(layer, mesh=parallel.mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=parallel.mesh, mp_policy=policy)
     for module in model.modules():

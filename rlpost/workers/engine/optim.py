@@ -37,6 +37,7 @@ def make_optimizer(parameters: Sequence[nn.Parameter], cfg: OptimConfig) -> torc
     return torch.optim.AdamW(parameters, lr=cfg.lr, betas=betas, eps=cfg.eps, weight_decay=cfg.weight_decay, fused=True)
 
 
+@torch.no_grad()
 def gradient_norm(parameters: Sequence[nn.Parameter], shard_group: dist.ProcessGroup) -> Tensor:
     """Euclidean norm of the whole gradient, from the shards of one replica; a float32 scalar, equal on all ranks."""
     shards = [local(p.grad) for p in parameters if p.grad is not None]

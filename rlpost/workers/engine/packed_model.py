@@ -18,8 +18,9 @@ class PackedModel(nn.Module):
     Backbone and head run within one `forward`, so that FSDP's root has gathered embedding and head when they are used.
     """
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int):
+    def __init__(self, model: PreTrainedModel, vocab_size: int, compile_head: bool = False):
         super().__init__()
+        self.compile_head = compile_head
         self.model = model
         self.vocab_size = vocab_size
         self.is_critic = hasattr(model, "score")
@@ -32,19 +33,19 @@ class PackedModel(nn.Module):
         input_ids: Tensor,
         position_ids: Tensor,
         packing: Packing,
+        rows: Tensor,
         targets: Tensor,
-        wanted: Tensor,
         temperature: float,
         entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """All `[n]`, this rank's slice of the pack; results are float32 `[n]` by source position.
+        """`[n]` is this rank's slice of the pack; results are float32 `[n]` by source position.
 
         Args:
-            input_ids: int64 tokens.
-            position_ids: int64, restarting with each sequence.
+            input_ids: int64 `[n]` tokens.
+            position_ids: int64 `[n]`, restarting with each sequence.
             packing: the whole pack.
-            targets: int64 next token of each position.
-            wanted: bool, positions whose logprob is computed; others give 0.
+            rows: int64 `[m]`, ascending positions whose logprob is computed; others give 0.
+            targets: int64 `[m]`, the token that follows each of them.
             temperature: of the sampling.
             entropy: also compute it.
 
@@ -53,18 +54,17 @@ class PackedModel(nn.Module):
         """
         backbone = self.model.base_model
         output = backbone(input_ids=input_ids[None], position_ids=position_ids[None], packing=packing, use_cache=False)
-        hidden = output.last_hidden_state[0]
+        hidden = output.last_hidden_state.squeeze(0)  # an index would fill a tensor of zeros in the backward pass
         if self.is_critic:
             score = self.model.score
             bias = None if score.bias is None else score.bias.float()
             return nn.functional.linear(hidden.float(), score.weight.float(), bias).sum(-1), None  # [n, 1] -> [n]
         head = self.model.get_output_embeddings()
-        rows = wanted.nonzero().squeeze(-1)
         logprobs, entropies = token_logprobs(
-            hidden[rows], head.weight, head.bias, targets[rows],
-            temperature=temperature, vocab_size=self.vocab_size, entropy=entropy,
+            hidden, head.weight, head.bias, rows, targets,
+            temperature=temperature, vocab_size=self.vocab_size, entropy=entropy, compile=self.compile_head,
         )  # fmt: skip
-        zeros = torch.zeros(len(wanted), dtype=torch.float32, device=hidden.device)
+        zeros = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         spread = zeros.index_put((rows,), logprobs)
         return spread, None if entropies is None else zeros.index_put((rows,), entropies)
 

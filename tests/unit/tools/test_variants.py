@@ -64,7 +64,18 @@ def test_changes_reach_fields_and_dictionaries_of_a_copy():
     [
         ("hf", "cpu", ["precision"]),
         ("vllm", "cpu", ["prefix cache", "precision"]),
-        ("sglang", "rocm", ["prefix cache", "AITER", "captured graphs", "attention of the trainer", "precision"]),
+        (
+            "sglang",
+            "rocm",
+            [
+                "prefix cache",
+                "AITER",
+                "captured graphs",
+                "attention of the trainer",
+                "compilation of the trainer",
+                "precision",
+            ],
+        ),
         (
             "vllm",
             "cuda",
@@ -73,6 +84,7 @@ def test_changes_reach_fields_and_dictionaries_of_a_copy():
                 "captured graphs",
                 "attention of the engine",
                 "attention of the trainer",
+                "compilation of the trainer",
                 "precision",
             ],
         ),
@@ -86,7 +98,13 @@ def test_suspects_are_those_of_the_engine_and_the_platform(engine, kind, expecte
 def test_what_would_change_nothing_is_no_suspect():
     cfg = changed(config(temperature=0.7, enforce_eager=True), {"rollout.dtype": "float32", "actor.dtype": "float32"})
     names = [variant.name for variant in suspects(cfg, "cuda")]
-    assert names == ["sampling settings", "prefix cache", "attention of the engine", "attention of the trainer"]
+    assert names == [
+        "sampling settings",
+        "prefix cache",
+        "attention of the engine",
+        "attention of the trainer",
+        "compilation of the trainer",
+    ]
 
 
 def test_every_variant_names_keys_that_exist():

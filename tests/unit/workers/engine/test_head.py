@@ -33,6 +33,7 @@ def test_chunked_head_equals_full_softmax_with_gradients(rows_a_chunk, bias):
         hidden,
         weight,
         offset,
+        torch.arange(NUM_TOKENS),
         targets,
         temperature=0.6,
         vocab_size=VOCAB,
@@ -53,8 +54,11 @@ def test_chunked_head_equals_full_softmax_with_gradients(rows_a_chunk, bias):
 def test_padded_vocabulary_has_no_probability_and_no_gradient():
     hidden, weight, _, targets = _inputs(bias=False)
     options = {"temperature": 1.0, "vocab_size": VOCAB, "entropy": True}
-    logprobs, entropy = token_logprobs(hidden, weight, None, targets, **options)
-    every = [token_logprobs(hidden, weight, None, torch.full_like(targets, i), **options)[0] for i in range(VOCAB)]
+    rows = torch.arange(NUM_TOKENS)
+    logprobs, entropy = token_logprobs(hidden, weight, None, rows, targets, **options)
+    every = [
+        token_logprobs(hidden, weight, None, rows, torch.full_like(targets, i), **options)[0] for i in range(VOCAB)
+    ]
     torch.testing.assert_close(torch.stack(every).exp().sum(0), torch.ones(NUM_TOKENS))
     (grad,) = torch.autograd.grad((logprobs + entropy).sum(), [weight])
     assert grad[VOCAB:].abs().max() == 0.0 and grad[:VOCAB].abs().min() > 0.0
@@ -64,7 +68,7 @@ def test_padded_vocabulary_has_no_probability_and_no_gradient():
 def test_entropy_of_a_uniform_and_of_a_certain_distribution(scale, expected):
     hidden, weight, _, targets = _inputs(bias=False)
     logprobs, entropy = token_logprobs(
-        hidden * scale, weight, None, targets, temperature=1.0, vocab_size=VOCAB, entropy=True
+        hidden * scale, weight, None, torch.arange(NUM_TOKENS), targets, temperature=1.0, vocab_size=VOCAB, entropy=True
     )
     torch.testing.assert_close(entropy, torch.full((NUM_TOKENS,), expected))
     assert torch.isfinite(logprobs).all()
@@ -73,7 +77,7 @@ def test_entropy_of_a_uniform_and_of_a_certain_distribution(scale, expected):
 def test_no_tokens_give_zero_gradients():
     hidden, weight, _, targets = _inputs(bias=False)
     logprobs, entropy = token_logprobs(
-        hidden[:0], weight, None, targets[:0], temperature=1.0, vocab_size=VOCAB, entropy=False
+        hidden, weight, None, torch.arange(0), targets[:0], temperature=1.0, vocab_size=VOCAB, entropy=False
     )
     assert logprobs.shape == (0,) and entropy is None
     (grad,) = torch.autograd.grad(logprobs.sum(), [weight])
@@ -82,7 +86,7 @@ def test_no_tokens_give_zero_gradients():
 
 def test_shift_moves_values_to_the_predicted_token():
     cu_seqlens = torch.tensor([0, 3, 4, 6])
-    assert to_predicted(torch.arange(10.0, 16.0), cu_seqlens).tolist() == [0, 10, 11, 0, 0, 14]
+    assert to_predicted(torch.arange(10.0, 16.0), cu_seqlens[1:] - 1).tolist() == [0, 10, 11, 0, 0, 14]
     assert next_tokens(torch.arange(6)).tolist()[:5] == [1, 2, 3, 4, 5]
     assert predicts(cu_seqlens, None, 6).tolist() == [True, True, False, False, True, False]
     targets = torch.tensor([True, False, True, True, True, True])

@@ -1,0 +1,51 @@
+"""torch.compile of what is otherwise many small kernels: decoder layers, and the softmax over the vocabulary."""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+F = TypeVar("F", bound=Callable)
+RECOMPILE_LIMIT = 64  # roles, with and without gradient, and packs of one sequence or token: all share a layer's code
+
+
+def wanted(setting: str, device: torch.device) -> bool:
+    """What `model.compile` means here: `auto` compiles on GPUs, and where that fails says so and does without.
+
+    Raises:
+        ValueError: `on`, where nothing compiles.
+    """
+    if setting == "off" or (setting == "auto" and device.type == "cpu"):
+        return False
+    try:
+        torch.compile(_sample)(torch.ones(8, device=device))
+    except Exception as error:  # a compiler, its toolchain or its driver: each raises kinds of its own
+        if setting == "on":
+            raise ValueError(f"model.compile=on, but torch.compile fails on {device}: {error}") from error
+        logger.warning("training is slower than it could be: torch.compile fails on %s (%s)", device, error)
+        return False
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    torch._dynamo.config.suppress_errors = setting == "auto"  # a layer that does not compile runs as it is, and says so
+    return True
+
+
+def _sample(x: Tensor) -> Tensor:
+    return (x * 2.0 + 1.0).sum()
+
+
+def compile_layer(layer: nn.Module) -> None:
+    """Compile what the layer computes; hooks of FSDP and gradient checkpointing, which come later, stay around it.
+
+    The first pack gives a graph of its lengths, the second, if it differs, one of any.
+    """
+    layer.forward = torch.compile(layer.forward)
+
+
+@functools.cache
+def compiled(function: F) -> F:
+    """The compiled function, one for all callers."""
+    return torch.compile(function)
