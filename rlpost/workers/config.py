@@ -222,6 +222,7 @@ class RolloutConfig:
     max_num_seqs: int = 256  # sequences that an engine decodes at once
     max_num_batched_tokens: int | None = None  # tokens of one pass; null: the engine's choice
     enforce_eager: bool = False  # no compiled graphs: starts faster, decodes more slowly
+    seed_requests: str = "auto"  # a seed of its own for every request, so that it can be repeated; auto: on CPU only
     logprobs_every: int = 1  # the engine returns logprobs of one group in so many, enough for parity; saves its time
     free_cache_engine: bool = True  # sleep while training when colocated on a GPU
     weight_sync: str = "auto"  # auto (by topology), shm, ipc, gloo, nccl
@@ -242,6 +243,7 @@ class RolloutConfig:
     aiter_max_restarts: int = 12  # of the engines, while looking for the families at fault
 
     def __post_init__(self) -> None:
+        self.seed_requests = _switch("rollout.seed_requests", self.seed_requests)
         self.aiter = _switch("rollout.aiter", self.aiter)
         if self.aiter == "off" and (on := sorted(self.aiter_kernels.set_to("on"))):
             refuse(f"rollout.aiter=off and rollout.aiter_kernels.{on[0]}=on contradict each other: drop one")

@@ -18,7 +18,7 @@ from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.placement import Placement
 from rlpost.workers.remote import own
-from rlpost.workers.rollout.base import EngineLost, SamplingSpec
+from rlpost.workers.rollout.base import EngineLost, SamplingSpec, request_seed
 from rlpost.workers.rollout.crew import Crew, Lost
 from rlpost.workers.rollout.liveness import LOST, Actors, NoAnswer, within
 from rlpost.workers.rollout.setup import engine_setup
@@ -311,11 +311,16 @@ class RolloutPool:
     def _make_engine(self, replica: int) -> ActorHandle:
         options = self._placement.engine_options(replica, self._engine_env)
         actor_class = ray.remote(RolloutWorker).options(**options, max_concurrency=MAX_CONCURRENCY)
-        return actor_class.remote(self.cfg, self.model, self._max_model_len)
+        seed = request_seed(self._seed, "replica", replica)
+        return actor_class.remote(self.cfg, self.model, self._max_model_len, seed)
 
     async def _start_engine(self, replica: int, engine: ActorHandle) -> None:
         limit_s = self.cfg.startup_timeout_s
         await self._actors.start(f"rollout replica {replica}", engine, lambda: engine.call.remote("start"), limit_s)
+
+    def _seeds_requests(self) -> bool:
+        """On GPUs a seed costs the engine a kernel for each request and step."""
+        return self.cfg.seed_requests == "on" or self.cfg.seed_requests == "auto" and platform().kind == "cpu"
 
     def _make_worker(self) -> ActorHandle:
         actor_class = ray.remote(WorkflowWorker).options(num_cpus=0, max_concurrency=MAX_CONCURRENCY)
@@ -324,7 +329,7 @@ class RolloutPool:
             self.model,
             self._reward,
             self.engines,
-            self._seed,
+            self._seed if self._seeds_requests() else None,
             self._max_response_length,
             self._reward_model,
         )

@@ -63,8 +63,8 @@ _OFFERED = (
 class VLLMEngine(ServedEngine):
     """One vLLM replica. `AsyncLLM` runs here; its engine core and workers are processes of their own."""
 
-    def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int):
-        super().__init__("vLLM", cfg, model, max_model_len)
+    def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int, seed: int = 0):
+        super().__init__("vLLM", cfg, model, max_model_len, seed)
         self._llm: Any = None
 
     async def start(self) -> None:
@@ -84,7 +84,7 @@ class VLLMEngine(ServedEngine):
             self._cfg, self._model, self._max_model_len, {f.name for f in dataclasses.fields(AsyncEngineArgs)}
         )
         with self._processes.starting(self._cfg.startup_timeout_s):
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, seed=self._seed))
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
 
     async def sleep(self, level: int = 1) -> None:
@@ -128,7 +128,7 @@ class VLLMEngine(ServedEngine):
         self._processes.end()
 
     async def _submit(
-        self, token_ids: list[int], spec: SamplingSpec, seed: int, request_id: str, n: int
+        self, token_ids: list[int], spec: SamplingSpec, seed: int | None, request_id: str, n: int
     ) -> list[Completion]:
         final = await self._call(self._last_output(token_ids, sampling_params(spec, seed, n), request_id))
         outputs = [] if final is None else [output for output in final.outputs if output is not None]
@@ -160,7 +160,7 @@ class VLLMEngine(ServedEngine):
         return await self._processes.call(work, lambda: self._llm.errored)
 
 
-def sampling_params(spec: SamplingSpec, seed: int, n: int) -> Any:
+def sampling_params(spec: SamplingSpec, seed: int | None, n: int) -> Any:
     """vLLM's form of `spec`. vLLM seeds sample i of n with `seed + i`; the stop ids are ours alone (`ignore_eos`)."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

@@ -40,18 +40,18 @@ class Request:
 
     token_ids: np.ndarray
     spec: SamplingSpec
-    seed: int
+    seed: int | None
     request_id: str
     n: int
 
 
 class RolloutWorker:
-    """One engine replica in a process of its own."""
+    """One engine replica in a process of its own; `seed` is the engine's, for requests without one."""
 
-    def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int):
+    def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int, seed: int = 0):
         heartbeat.start(exported().get(heartbeat.VARIABLE), heartbeat.numberless("engine"))
         self._timeout_s = cfg.request_timeout_s
-        self._engine = ENGINES.get(cfg.name, "rollout.name")(cfg, model, max_model_len)
+        self._engine = ENGINES.get(cfg.name, "rollout.name")(cfg, model, max_model_len, seed)
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[list[Answered]]:
         """The completions of each request as they come, those of a moment together: a long answer holds up no other.
@@ -105,7 +105,7 @@ class WorkflowWorker:
         model: for the tokenizer, with which rewards see answers.
         reward: the `reward` section.
         engines: handles of all `RolloutWorker`s.
-        seed: of the run.
+        seed: of the run, from which every request gets its own; None: requests have none.
         max_response_length: limit of sampled tokens.
         reward_model: handle of the actor that serves `RewardModel`, if a term asks it.
     """
@@ -116,7 +116,7 @@ class WorkflowWorker:
         model: ModelInfo,
         reward: RewardConfig,
         engines: Sequence[ActorHandle],
-        seed: int,
+        seed: int | None,
         max_response_length: int,
         reward_model: ActorHandle | None = None,
     ):
@@ -181,7 +181,7 @@ class WorkflowWorker:
                 Request(
                     token_ids=np.asarray(token_ids, np.int64),
                     spec=spec if max_tokens is None else replace(spec, max_tokens=max_tokens),
-                    seed=request_seed(self._seed, prompt.id, key),
+                    seed=None if self._seed is None else request_seed(self._seed, prompt.id, key),
                     request_id=f"{prompt.id}/{run}/{key}/{id(self)}",
                     n=n,
                 )

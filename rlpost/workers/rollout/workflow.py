@@ -10,7 +10,7 @@ from rlpost.registry import Registry, load_dotted
 from rlpost.workers.rollout.base import Completion
 
 # generate(token_ids, n=1, key=""): sample n continuations. Within one run of a workflow calls that may differ need
-# different keys (such as "<sample>/<turn>"): the seed is a hash of (run seed, prompt id, key).
+# different keys (such as "<sample>/<turn>"): a seed, where requests have one, is a hash of (run seed, prompt id, key).
 Generate = Callable[..., Awaitable[list[Completion]]]
 
 
