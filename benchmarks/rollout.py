@@ -6,6 +6,7 @@
 A variant is a path and what it changes, joined by `+`. Paths: `bare` is the engine's offline API (`vllm.LLM.generate`,
 `sglang.Engine.generate`), `engine` rlpost's `RolloutEngine` in one process, `pool` all that a training step does: Ray,
 workflow workers, a reward that scores a constant, and the batch. See `benchmarks.rollout_variants` for the changes.
+`--engine instant` answers at once: what it takes is what everything but an engine costs.
 
 Each group of variants that one start of an engine can serve runs in a process of its own, so that memory is free again
 and one that fails costs the others nothing. The first call warms up; every call has prompts of its own, or the prefix
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Qwen3Config
 
+from benchmarks import instant_engine
 from benchmarks.rollout_paths import PATHS
 from benchmarks.rollout_variants import DEFAULT, Variant, Workload, parse
 from benchmarks.weight_sync import SHAPES as QWEN3
@@ -126,7 +128,7 @@ def report(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", default="vllm", choices=["vllm", "sglang", "hf"])
+    parser.add_argument("--engine", default="vllm", choices=["vllm", "sglang", "hf", "instant"])
     parser.add_argument("--model", default="maker:rlpost.tasks.quickstart.make_quickstart", help="as model.path")
     parser.add_argument("--shape", choices=SHAPES, help="a random Qwen3 of this size, with the tokenizer of --model")
     parser.add_argument("--cache", type=Path, default=Path("/tmp/rlpost-benchmarks"), help="for models that are made")
@@ -153,6 +155,8 @@ def main() -> None:
     args = parse_args()
     variants = [parse(name) for name in (args.variants.split(",") if args.variants else DEFAULT)]
     if args.here:
+        if args.engine == instant_engine.NAME:
+            instant_engine.register()
         measure(variants[0].path, variants, args)
         return
     for variant in variants:

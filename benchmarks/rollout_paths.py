@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -10,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import instant_engine
 from benchmarks.rollout_variants import Arguments, Run, Variant, Workload
 from rlpost.batch import Prompt, Trajectory, collate
-from rlpost.platform import exported, platform
+from rlpost.platform import RAY_ENV, exported, platform
 from rlpost.rewards.base import Answer
 from rlpost.rewards.config import RewardConfig, RewardTermConfig
 from rlpost.trainer.build import start_ray
@@ -266,7 +268,9 @@ def through_pool(variant: Variant, args: argparse.Namespace) -> Iterator[Run]:
     """What a colocated training step does to have its batch."""
     info = look(args)
     os.environ.update(runner_env(variant))  # Ray's processes inherit it
-    stop = start_ray(ClusterConfig())
+    environment = RAY_ENV | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    setup = {"runtime_env": {"env_vars": environment, "worker_process_setup_hook": instant_engine.RAY_SETUP}}
+    stop = start_ray(ClusterConfig(ray_init_kwargs=setup if args.engine == instant_engine.NAME else {}))
     placement = Placement.create(Pools.colocated(1, 1), 1, args.replicas)
     reward = RewardConfig(terms={"constant": RewardTermConfig(fn="benchmarks.rollout_paths.constant")})
     pool = RolloutPool(

@@ -78,8 +78,8 @@ class Variant:
         Raises:
             ValueError: names it.
         """
-        if engine == "hf" and self.path == "bare":
-            raise ValueError(f"--variants {self.name}: hf has no offline API; use engine and pool")
+        if engine in ("hf", "instant") and self.path == "bare":
+            raise ValueError(f"--variants {self.name}: {engine} has no offline API; use engine and pool")
 
 
 def parse(name: str) -> Variant:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from rlpost import aiter
-from rlpost.batch import Status
+from rlpost.batch import NOT_ASKED, Status
 from rlpost.platform import platform
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
@@ -180,7 +180,7 @@ class SGLangEngine(ServedEngine):
                 "input_ids": prompt + done.token_ids.tolist(),
                 "sampling_params": sampling_params(spec, seed, spec.max_tokens - len(done.token_ids)),
                 "custom_logit_processor": None if seed is None else self._carrier,
-                "return_logprob": True,
+                "return_logprob": bool(spec.logprobs_every),
                 "rid": sample,
             }
             output = await self._call(self._engine.async_generate(**request))
@@ -191,14 +191,17 @@ class SGLangEngine(ServedEngine):
 
     def _completion(self, output: dict[str, Any], spec: SamplingSpec) -> Completion:
         """Status ABORT where neither a stop token nor the limit ended it."""
-        pairs = output["meta_info"].get("output_token_logprobs") or []
-        token_ids = np.asarray([token for _, token, *_ in pairs], np.int64)
+        token_ids = np.asarray(output.get("output_ids") or [], np.int64)
+        logprobs = np.full(len(token_ids), NOT_ASKED, np.float32)
+        if pairs := output["meta_info"].get("output_token_logprobs"):
+            token_ids = np.asarray([token for _, token, *_ in pairs], np.int64)
+            logprobs = np.asarray([logprob for logprob, *_ in pairs], np.float32)
         status = Status.LENGTH if output["meta_info"]["finish_reason"]["type"] == "length" else Status.ABORT
         if len(token_ids) and token_ids[-1] in spec.stop_token_ids:
             status = Status.STOP
         return Completion(
             token_ids=token_ids,
-            logprobs=np.asarray([logprob for logprob, *_ in pairs], np.float32),
+            logprobs=logprobs,
             versions=np.full(len(token_ids), self._version, np.int32),
             status=status,
         )

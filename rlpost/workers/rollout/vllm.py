@@ -41,7 +41,7 @@ _RESERVED = {
     "enable_sleep_mode": "rollout.free_cache_engine",
     "seed": "seed",
     **dict.fromkeys(
-        ("skip_tokenizer_init", "generation_config", "logprobs_mode", "logits_processors", "additional_config")
+        ("skip_tokenizer_init", "generation_config", "logprobs_mode", "additional_config")
         + ("worker_extension_cls", "weight_transfer_config"),
     ),
 }
@@ -146,12 +146,12 @@ class VLLMEngine(ServedEngine):
 
     def _completion(self, output: Any) -> Completion:
         token_ids = np.asarray(output.token_ids, np.int64)
-        logprobs = [NOT_ASKED] * len(token_ids)
-        if output.logprobs is not None:
-            logprobs = [step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)]
+        logprobs = np.full(len(token_ids), NOT_ASKED, np.float32)
+        if output.logprobs is not None:  # flat: the sampled token comes first at each position
+            logprobs = np.asarray(output.logprobs.logprobs, np.float32)[output.logprobs.start_indices]
         return Completion(
             token_ids=token_ids,
-            logprobs=np.asarray(logprobs, np.float32),
+            logprobs=logprobs,
             versions=np.full(len(token_ids), self._version, np.int32),
             status={"stop": Status.STOP, "length": Status.LENGTH}.get(output.finish_reason, Status.ABORT),
         )
@@ -175,6 +175,7 @@ def sampling_params(spec: SamplingSpec, seed: int | None, n: int) -> Any:
         stop_token_ids=list(spec.stop_token_ids),
         ignore_eos=True,
         logprobs=0 if spec.logprobs_every else None,  # 0: of the sampled token alone
+        flat_logprobs=True,  # two lists rather than an object and a dictionary for each token
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -215,7 +216,6 @@ def engine_arguments(cfg: RolloutConfig, model: ModelInfo, max_model_len: int, a
         # A request whose prompt is cut has its generator set back, which CPU generators cannot: the engine would die.
         arguments["enable_chunked_prefill"] = False
     if model.embedding_size > model.vocab_size:
-        arguments["logits_processors"] = ["rlpost.workers.rollout.vllm_extension:VocabMask"]
         arguments["additional_config"] = {"rlpost_vocab_size": model.vocab_size}
     if not arguments["enforce_eager"] and not _says_what_to_capture(cfg.engine_kwargs):
         arguments["cudagraph_capture_sizes"] = graph_batch_sizes(cfg.max_num_seqs)

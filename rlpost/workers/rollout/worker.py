@@ -199,24 +199,26 @@ class WorkflowWorker:
 
     async def _score(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:
         """Put rewards on the last sampled tokens. Aborted trajectories are partial and get none."""
-        complete = [t for t in trajectories if t.status in (Status.STOP, Status.LENGTH) and len(t.response_ids)]
+        finished = [t for t in trajectories if t.status in (Status.STOP, Status.LENGTH)]
+        sampled = [np.flatnonzero(t.provenance == Provenance.MODEL) for t in finished]
+        complete = [(t, places) for t, places in zip(finished, sampled, strict=True) if len(places)]
         if not complete:
             return
-        ids = [t.response_ids.tolist() for t in complete]
-        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+        ids = [t.token_ids[places] for t, places in complete]
+        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)  # of lists it would look at every id
         answers = [
-            Answer(text=text, token_ids=tokens, truncated=t.status is Status.LENGTH)
-            for t, text, tokens in zip(complete, texts, ids, strict=True)
+            Answer(text=text, token_ids=tokens.tolist(), truncated=t.status is Status.LENGTH)
+            for (t, _), text, tokens in zip(complete, texts, ids, strict=True)
         ]
         all_scored = await self._scorer.score(prompt, answers)
         if self._reward.on_error == OnError.DROP_GROUP and any(isinstance(s, RewardError) for s in all_scored):
             left_out = RewardError("left out with its group (reward.on_error=drop_group)", ErrorKind.GROUP)
             all_scored = [s if isinstance(s, RewardError) else left_out for s in all_scored]
-        for t, scored in zip(complete, all_scored, strict=True):
+        for (t, places), scored in zip(complete, all_scored, strict=True):
             if isinstance(scored, RewardError):
                 t.status, t.error, t.error_kind = Status.REWARD_ERROR, str(scored), str(scored.kind)
                 continue
-            t.rewards[np.flatnonzero(t.provenance == Provenance.MODEL)[-1]] = scored.value
+            t.rewards[places[-1]] = scored.value
             t.reward_parts = scored.parts
 
 
