@@ -73,16 +73,17 @@ def measure(path: str, variants: list[Variant], args: argparse.Namespace) -> lis
                 profiled = args.profile is not None and call == args.repeats
                 times.append(run(workload, variant, call, profiled))
             best = min(times[1:])
+            steps = workload.num_steps(variant.slots(args))
             rows.append(
                 {
                     "variant": variant.name,
                     "tokens": workload.num_tokens,
-                    "steps": workload.num_steps(variant.max_num_seqs(args)),
+                    "steps": steps,
                     "seconds": round(best, 3),
                     "first_s": round(times[0], 3),
                     "times_s": [round(t, 3) for t in times[1:]],
                     "tokens_per_s": round(workload.num_tokens / best, 1),
-                    "ms_per_step": round(1e3 * best / workload.num_steps(variant.max_num_seqs(args)), 3),
+                    "ms_per_step": round(1e3 * best / steps, 3),
                 }
             )
             print("ROW " + json.dumps(rows[-1]), flush=True)
@@ -140,7 +141,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=1024)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.6)
     parser.add_argument("--num-workers", type=int, default=1, help="workflow workers of the pool")
-    parser.add_argument("--replicas", type=int, default=1, help="engines of the pool")
+    parser.add_argument("--replicas", type=int, default=1, help="engines of the pool, all on one GPU")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--variants", default="", help="default: " + " ".join(DEFAULT))

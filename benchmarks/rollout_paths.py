@@ -93,7 +93,7 @@ def bare_vllm(variant: Variant, args: argparse.Namespace) -> Iterator[Run]:
 def bare_vllm_arguments(variant: Variant, info: ModelInfo, args: argparse.Namespace) -> Arguments:
     """As good host settings as vLLM offers, changed as the variant says."""
     on_cpu = platform().kind == "cpu"
-    max_num_seqs = variant.max_num_seqs(args)
+    max_num_seqs = variant.number("seqs", args.max_num_seqs)
     arguments: Arguments = {
         "model": info.path,
         "tokenizer": info.tokenizer_path,
@@ -111,7 +111,7 @@ def bare_vllm_arguments(variant: Variant, info: ModelInfo, args: argparse.Namesp
     if not {"graphs", "eager"} & variant.changes and not on_cpu:
         arguments["cudagraph_capture_sizes"] = graph_batch_sizes(max_num_seqs)
     if "mask" in variant:
-        arguments["logits_processors"] = ["rlpost.workers.rollout.vllm_extension:VocabMask"]
+        arguments["worker_extension_cls"] = "rlpost.workers.rollout.vllm_extension.WorkerExtension"
         arguments["additional_config"] = {"rlpost_vocab_size": info.vocab_size}
     if args.profile is not None:
         folder = str(args.profile.resolve() / variant.name)
@@ -156,7 +156,7 @@ def bare_sglang(variant: Variant, args: argparse.Namespace) -> Iterator[Run]:
 
 def bare_sglang_arguments(variant: Variant, info: ModelInfo, args: argparse.Namespace) -> Arguments:
     """As good host settings as SGLang offers, changed as the variant says."""
-    max_num_seqs = variant.max_num_seqs(args)
+    max_num_seqs = variant.number("seqs", args.max_num_seqs)
     arguments: Arguments = {
         "model_path": info.path,
         "tokenizer_path": info.tokenizer_path,
@@ -193,8 +193,8 @@ def rollout_config(variant: Variant, args: argparse.Namespace) -> RolloutConfig:
     return RolloutConfig(
         name=args.engine,
         n=args.n,
-        max_num_seqs=variant.max_num_seqs(args),
-        num_replicas=args.replicas,
+        max_num_seqs=variant.number("seqs", args.max_num_seqs),
+        num_replicas=variant.number("replicas", args.replicas),
         num_workers=args.num_workers,
         enforce_eager="eager" in variant,
         gpu_memory_utilization=args.gpu_memory_utilization,
@@ -271,7 +271,7 @@ def through_pool(variant: Variant, args: argparse.Namespace) -> Iterator[Run]:
     environment = RAY_ENV | {"PYTHONPATH": os.pathsep.join(sys.path)}
     setup = {"runtime_env": {"env_vars": environment, "worker_process_setup_hook": instant_engine.RAY_SETUP}}
     stop = start_ray(ClusterConfig(ray_init_kwargs=setup if args.engine == instant_engine.NAME else {}))
-    placement = Placement.create(Pools.colocated(1, 1), 1, args.replicas)
+    placement = Placement.create(Pools.colocated(1, 1), 1, variant.number("replicas", args.replicas))
     reward = RewardConfig(terms={"constant": RewardTermConfig(fn="benchmarks.rollout_paths.constant")})
     pool = RolloutPool(
         rollout_config(variant, args),

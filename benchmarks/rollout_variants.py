@@ -22,10 +22,13 @@ START = {
     "v2": "vLLM's model runner V2",
     "graphs": "the engine's own choice of graph sizes",
     "eager": "no graphs",
-    "mask": "ids beyond the tokenizer's are never sampled, by a logits processor (bare vLLM; rlpost does it anyway)",
+    "mask": "ids beyond the tokenizer's are never sampled (bare vLLM; rlpost does it anyway)",
     "raw": "logprobs before the temperature, vLLM's own default",
 }
-SEQS = "seqs"  # seqs256: decode at most 256 sequences at once; a start of its own
+NUMBERS = {  # followed by one, such as seqs256
+    "seqs": "decode so many sequences at once, in each engine",
+    "replicas": "so many engines on the one GPU (pool)",
+}
 
 DEFAULT = (
     "bare",
@@ -57,7 +60,7 @@ class Variant:
     @property
     def start(self) -> tuple[str, ...]:
         """What needs an engine of its own; variants that agree on it share one."""
-        return self.path, *sorted(c for c in self.changes if c in START or c.startswith(SEQS) or c == "text")
+        return self.path, *sorted(change for change in self.changes if change not in REQUEST or change == "text")
 
     def __contains__(self, change: str) -> bool:
         return change in self.changes
@@ -67,10 +70,15 @@ class Variant:
         """As `SamplingSpec.logprobs_every`."""
         return 1 if "logprobs" in self else 16 if "logprobs16" in self else 0
 
-    def max_num_seqs(self, args: argparse.Namespace) -> int:
-        """Sequences that are decoded at once."""
-        own = [int(c.removeprefix(SEQS)) for c in self.changes if c.startswith(SEQS)]
-        return own[0] if own else args.max_num_seqs
+    def number(self, name: str, default: int) -> int:
+        """What a change such as `seqs256` says, or else the default."""
+        own = [int(c.removeprefix(name)) for c in self.changes if c.removeprefix(name).isdigit()]
+        return own[0] if own else default
+
+    def slots(self, args: argparse.Namespace) -> int:
+        """Sequences that all engines together decode at once."""
+        replicas = self.number("replicas", args.replicas) if self.path == "pool" else 1
+        return replicas * self.number("seqs", args.max_num_seqs)
 
     def check(self, engine: str) -> None:
         """Refuse what an engine cannot do.
@@ -92,8 +100,9 @@ def parse(name: str) -> Variant:
     if path not in ("bare", "engine", "pool"):
         raise ValueError(f"--variants {name}: '{path}' is none of bare, engine, pool")
     for change in changes:
-        if change not in REQUEST | START and not change.removeprefix(SEQS).isdigit():
-            raise ValueError(f"--variants {name}: '{change}' is none of {', '.join([*REQUEST, *START])}, {SEQS}NUMBER")
+        if change not in REQUEST | START and change.rstrip("0123456789") not in NUMBERS:
+            known = ", ".join([*REQUEST, *START, *(f"{number}NUMBER" for number in NUMBERS)])
+            raise ValueError(f"--variants {name}: '{change}' is none of {known}")
     return Variant(path, frozenset(changes), name)
 
 

@@ -216,8 +216,8 @@ class RolloutConfig:
     stop_token_ids: list[int] = field(default_factory=list)  # besides the tokenizer's EOS and the model's
     dtype: str = "auto"  # auto (bfloat16 on GPUs, float32 on CPU), float32, bfloat16 or float16
     tensor_model_parallel_size: int = 1  # devices that share an engine
-    num_replicas: int | None = None  # null: as many as the devices hold
-    gpu_memory_utilization: float = 0.5  # share of a GPU's memory for weights and cache of an engine
+    num_replicas: int | None = None  # null: as many as the devices hold; a multiple of that: several engines a device
+    gpu_memory_utilization: float = 0.5  # share of a GPU's memory for weights and cache of its engines, all together
     max_model_len: int | None = None  # null: data.max_prompt_length + data.max_response_length
     max_num_seqs: int = 256  # sequences that an engine decodes at once
     max_num_batched_tokens: int | None = None  # tokens of one pass; null: the engine's choice

@@ -21,7 +21,7 @@ from rlpost.rewards.limits import ErrorKind
 from rlpost.rewards.scorer import RewardScorer
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
-from rlpost.workers.remote import unwrap
+from rlpost.workers.remote import settle, unwrap
 from rlpost.workers.rollout.base import ENGINES, Completion, EngineLost, SamplingSpec, request_seed
 from rlpost.workers.rollout.liveness import LOST, Processes
 from rlpost.workers.rollout.workflow import get_workflow
@@ -78,7 +78,10 @@ class RolloutWorker:
     async def call(self, method: str, *args: Any) -> Any:
         """Any other method of the engine."""
         with heartbeat.phase(PHASES.get(method, ""), method):
-            return await getattr(self._engine, method)(*args)
+            result = await getattr(self._engine, method)(*args)
+        if method == "start":
+            settle()
+        return result
 
     async def processes(self) -> Processes:
         """This process and the engine's."""
@@ -143,6 +146,7 @@ class WorkflowWorker:
         served = self._reward_model
         score = None if served is None else (lambda texts: served.score.remote(texts))
         self._scorer = RewardScorer(self._reward, self._max_response_length, score)
+        settle()
         self._started.set()
 
     async def run(self, prompts: list[Prompt], n: int, spec: SamplingSpec) -> list[list[Trajectory]]:
