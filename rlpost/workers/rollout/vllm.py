@@ -41,7 +41,7 @@ _RESERVED = {
     "enable_sleep_mode": "rollout.free_cache_engine",
     "seed": "seed",
     **dict.fromkeys(
-        ("skip_tokenizer_init", "generation_config", "logprobs_mode", "additional_config")
+        ("skip_tokenizer_init", "generation_config", "logprobs_mode", "logits_processors", "additional_config")
         + ("worker_extension_cls", "weight_transfer_config"),
     ),
 }
