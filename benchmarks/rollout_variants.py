@@ -18,7 +18,7 @@ REQUEST = {
 }
 START = {
     "sync": "no async scheduling (vLLM) or overlap (SGLang)",
-    "v1": "vLLM's model runner V1",
+    "v1": "vLLM's model runner V1, the only one for Qwen2 in 0.24",
     "v2": "vLLM's model runner V2",
     "graphs": "the engine's own choice of graph sizes",
     "eager": "no graphs",
@@ -33,19 +33,16 @@ NUMBERS = {  # followed by one, such as seqs256
 DEFAULT = (
     "bare",
     "bare+seeds",
-    "bare+logprobs",
     "bare+logprobs16",
+    "bare+logprobs",
     "bare+split",
-    "bare+sync",
-    "bare+v1",
-    "bare+v1+seeds",
-    "bare+v1+logprobs",
     "engine",
-    "engine+logprobs",
-    "engine+seeds",
+    "engine+logprobs16",
     "pool",
     "pool+logprobs16",
     "pool+logprobs",
+    "pool+replicas2+seqs512+logprobs16",
+    "pool+replicas4+seqs256+logprobs16",
 )
 
 
@@ -100,7 +97,8 @@ def parse(name: str) -> Variant:
     if path not in ("bare", "engine", "pool"):
         raise ValueError(f"--variants {name}: '{path}' is none of bare, engine, pool")
     for change in changes:
-        if change not in REQUEST | START and change.rstrip("0123456789") not in NUMBERS:
+        is_number = any(change.removeprefix(name).isdigit() for name in NUMBERS)
+        if not is_number and change not in REQUEST | START:
             known = ", ".join([*REQUEST, *START, *(f"{number}NUMBER" for number in NUMBERS)])
             raise ValueError(f"--variants {name}: '{change}' is none of {known}")
     return Variant(path, frozenset(changes), name)
