@@ -218,12 +218,13 @@ class RolloutConfig:
     stop_token_ids: list[int] = field(default_factory=list)  # besides the tokenizer's EOS and the model's
     dtype: str = "auto"  # auto (bfloat16 on GPUs, float32 on CPU), float32, bfloat16 or float16
     tensor_model_parallel_size: int = 1  # devices that share an engine
-    num_replicas: int | None = None  # null: as many as the devices hold
-    gpu_memory_utilization: float = 0.5  # share of a GPU's memory for weights and cache of an engine
+    num_replicas: int | None = None  # null: as many as the devices hold; a multiple of that: several engines a device
+    gpu_memory_utilization: float = 0.5  # share of a GPU's memory for weights and cache of its engines, all together
     max_model_len: int | None = None  # null: data.max_prompt_length + data.max_response_length
     max_num_seqs: int = 256  # sequences that an engine decodes at once
     max_num_batched_tokens: int | None = None  # tokens of one pass; null: the engine's choice
     enforce_eager: bool = False  # no compiled graphs: starts faster, decodes more slowly
+    seed_requests: str = "auto"  # a seed of its own for every request, so that it can be repeated; auto: on CPU only
     logprobs_every: int = 1  # the engine returns logprobs of one group in so many, enough for parity; saves its time
     free_cache_engine: bool = True  # sleep while training when colocated on a GPU
     weight_sync: str = "auto"  # auto (by topology), shm, ipc, gloo, nccl
@@ -244,6 +245,7 @@ class RolloutConfig:
     aiter_max_restarts: int = 12  # of the engines, while looking for the families at fault
 
     def __post_init__(self) -> None:
+        self.seed_requests = _switch("rollout.seed_requests", self.seed_requests)
         self.aiter = _switch("rollout.aiter", self.aiter)
         if self.aiter == "off" and (on := sorted(self.aiter_kernels.set_to("on"))):
             refuse(f"rollout.aiter=off and rollout.aiter_kernels.{on[0]}=on contradict each other: drop one")

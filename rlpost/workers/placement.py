@@ -66,17 +66,17 @@ class Pools:
         """Hold the engines against the GPUs of rollout; not on CPU, where processes share the host.
 
         Raises:
-            ValueError: a tensor-parallel size that does not divide them, or replicas that do not fill them.
+            ValueError: a tensor-parallel size that does not divide them, or replicas that do not fill them evenly.
         """
         if self.rollout % tensor_parallel:
             raise ValueError(
                 f"rollout.tensor_model_parallel_size={tensor_parallel} does not divide the {self.rollout} GPUs "
                 f"of rollout ({self.asked})"
             )
-        if num_replicas is not None and num_replicas * tensor_parallel != self.rollout:
+        if num_replicas is not None and num_replicas * tensor_parallel % self.rollout:
             raise ValueError(
                 f"rollout.num_replicas={num_replicas} x rollout.tensor_model_parallel_size={tensor_parallel} must "
-                f"make the {self.rollout} GPUs of rollout ({self.asked})"
+                f"make the {self.rollout} GPUs of rollout ({self.asked}), or a multiple: so many engines share each GPU"
             )
 
 
@@ -85,7 +85,8 @@ class Placement:
     """Where `num_ranks` trainer ranks and `num_replicas` engine replicas sit.
 
     Trainer rank i has bundle i. The engines' bundles begin at `first_engine_bundle`: 0 where both share the devices,
-    `num_ranks` where each has its own. On CPU there are no bundles: processes share the host.
+    `num_ranks` where each has its own. With more replicas than these hold, several share the same ones in turn. On CPU
+    there are no bundles: processes share the host.
     """
 
     num_ranks: int
@@ -93,6 +94,7 @@ class Placement:
     tensor_parallel: int
     platform: Platform
     first_engine_bundle: int = 0
+    num_engine_bundles: int | None = None  # None: one for each rank of each replica
     group: PlacementGroup | None = None
     device_ids: tuple[str, ...] = ()  # of each bundle, as its node names them
     nodes: tuple[str, ...] = ()  # of each bundle
@@ -129,10 +131,11 @@ class Placement:
         bundles = ray.get([_look.options(**_pin(group, i), num_gpus=1).remote() for i in range(pools.total)])
         placement = Placement(
             pools.train,
-            pools.rollout // tensor_parallel,
+            num_replicas or pools.rollout // tensor_parallel,
             tensor_parallel,
             here,
             0 if pools.shared else pools.train,
+            pools.rollout,
             group,
             device_ids=tuple(bundle.device_id for bundle in bundles),
             nodes=tuple(bundle.node for bundle in bundles),
@@ -199,8 +202,20 @@ class Placement:
         if self.group is not None:
             remove_placement_group(self.group)
 
+    @property
+    def replicas_apart(self) -> int:
+        """Replicas that share no device: those with consecutive numbers, so many of them."""
+        if self.num_engine_bundles is None:
+            return self.num_replicas
+        return self.num_engine_bundles // self.tensor_parallel
+
+    @property
+    def replicas_per_device(self) -> int:
+        """Replicas that share each device."""
+        return self.num_replicas // self.replicas_apart
+
     def _bundles(self, replica: int) -> slice:
-        start = self.first_engine_bundle + replica * self.tensor_parallel
+        start = self.first_engine_bundle + replica % self.replicas_apart * self.tensor_parallel
         return slice(start, start + self.tensor_parallel)
 
     def _threads(self) -> int:

@@ -162,6 +162,15 @@ async def check_seeds(engine: RolloutEngine) -> None:
     assert [c.token_ids.tolist() for r in results[4:] for c in r] != [c.token_ids.tolist() for c in together] * 4
 
 
+async def check_unseeded(engine: RolloutEngine, trainer: Trainer) -> None:
+    """Without a seed samples differ, in a group and between two calls, and their logprobs are right all the same."""
+    requests = [engine.generate(PROMPTS[1], spec(max_tokens=16, stop=()), None, f"unseeded{i}", n=4) for i in range(2)]
+    seeded = engine.generate(PROMPTS[1], spec(max_tokens=16, stop=()), 3, "seeded", n=4)  # in the same batch
+    first, second, _ = await asyncio.gather(*requests, seeded)
+    assert len({tuple(c.token_ids) for c in first + second}) == 8
+    assert mean_difference(trainer, PROMPTS[1], first + second, 1.0) < CLOSE
+
+
 async def check_stop_and_length(engine: RolloutEngine, trainer: Trainer) -> None:
     (whole,) = await engine.generate(PROMPTS[0], spec(0.0, 6, ()), seed=0, request_id="whole")
     greedy = whole.token_ids.tolist()

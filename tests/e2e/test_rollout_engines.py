@@ -60,6 +60,7 @@ def test_engine_honours_the_contract(name, tied, tmp_path):
             await contract.check_logprobs(engine, trainer)
             await contract.check_without_logprobs(engine)
             await contract.check_seeds(engine)
+            await contract.check_unseeded(engine, trainer)
             await contract.check_stop_and_length(engine, trainer)
             await contract.check_only_given_stops(engine, trainer)
             await contract.check_truncation(engine, trainer)
@@ -91,6 +92,7 @@ def test_tensor_parallel_ranks_sample_alike_and_are_all_updated(name, tmp_path, 
         await engine.start()
         try:
             await contract.check_seeds(engine)
+            await contract.check_unseeded(engine, trainer)
             await contract.check_update(engine, trainer, 1)
             await contract.check_update_gloo(engine, trainer, 2)
             assert len(await engine.device_uuids()) == 2

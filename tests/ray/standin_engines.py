@@ -43,13 +43,13 @@ class ImportsLate(HFEngine):
 class Faulty(HFEngine):
     """Gives wrong logprobs while a family in `engine_kwargs.faults` is on, by the environment."""
 
-    def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int):
-        super().__init__(replace(cfg, engine_kwargs={}), model, max_model_len)
+    def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int, seed: int = 0):
+        super().__init__(replace(cfg, engine_kwargs={}), model, max_model_len, seed)
         switches = {family: aiter.ENGINES["vllm"].families[family].on for family in cfg.engine_kwargs["faults"]}
         self._broken = any(os.environ[name] == "1" for switch in switches.values() for name in switch)
 
     async def generate(
-        self, token_ids: Sequence[int], spec: SamplingSpec, seed: int, request_id: str, n: int = 1
+        self, token_ids: Sequence[int], spec: SamplingSpec, seed: int | None, request_id: str, n: int = 1
     ) -> list[Completion]:
         completions = await super().generate(token_ids, spec, seed, request_id, n)
         for completion in completions:

@@ -36,9 +36,24 @@ def test_gpus_whose_cpu_cores_are_missing_time_out_with_the_numbers_and_are_give
     ("tensor_parallel", "num_replicas", "message"),
     [
         (2, None, "rollout.tensor_model_parallel_size=2 does not divide the 1 GPUs"),
-        (1, 2, "rollout.num_replicas=2 x rollout.tensor_model_parallel_size=1 must make the 1 GPUs"),
+        (1, 4, "rollout.num_replicas=4 x rollout.tensor_model_parallel_size=1 must make the 3 GPUs .* or a multiple"),
     ],
 )
 def test_engines_that_do_not_fill_the_gpus_are_refused(tensor_parallel, num_replicas, message):
     with pytest.raises(ValueError, match=message):
-        Placement.create(Pools.colocated(1, 1), tensor_parallel, num_replicas)
+        Placement.create(Pools.colocated(1, 1 if num_replicas is None else 3), tensor_parallel, num_replicas)
+
+
+def test_replicas_beyond_the_devices_share_them_in_turn():
+    shared = Placement(
+        num_ranks=2,
+        num_replicas=4,
+        tensor_parallel=2,
+        platform=Platform("cuda"),
+        first_engine_bundle=2,
+        num_engine_bundles=4,
+        device_ids=tuple("012345"),
+    )
+    assert (shared.replicas_apart, shared.replicas_per_device) == (2, 2)
+    devices = [shared.engine_env(replica, {})["CUDA_VISIBLE_DEVICES"] for replica in range(4)]
+    assert devices == ["2,3", "4,5", "2,3", "4,5"]

@@ -139,6 +139,17 @@ def test_pool_scores_groups_in_order_syncs_weights_and_pauses(info):
     run(pool, body)
 
 
+def test_pool_gives_no_seeds_where_they_are_off(info):
+    pool = make_pool(info, seed_requests="off")
+
+    async def body() -> None:
+        first, again = [await pool.run(prompts(2), 4, contract.spec(max_tokens=16, stop=())) for _ in range(2)]
+        answers = [tuple(t.response_ids.tolist()) for group in first + again for t in group.trajectories]
+        assert len(set(answers)) == len(answers) == 16
+
+    run(pool, body)
+
+
 def test_pool_raises_the_engines_own_errors(info):
     async def main() -> None:
         pool = make_pool(info, engine_kwargs={"nothing": 1})

@@ -131,9 +131,9 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def generate(
-        self, token_ids: Sequence[int], spec: SamplingSpec, seed: int, request_id: str, n: int = 1
+        self, token_ids: Sequence[int], spec: SamplingSpec, seed: int | None, request_id: str, n: int = 1
     ) -> list[Completion]:
-        """Sample `n` continuations of `token_ids`; number i draws with `seed + i`.
+        """Sample `n` continuations of `token_ids`; number i draws with `seed + i`, without a seed as the engine likes.
 
         The same seed and weights give the same tokens. Waits while the engine is paused or being updated.
         """
@@ -205,7 +205,8 @@ class WeightManifest:
     tensors: dict[str, tuple[tuple[int, ...], str]]
 
 
-# name -> class, built as `cls(cfg: RolloutConfig, model: ModelInfo, max_model_len: int)`
+# name -> class, built as `cls(cfg: RolloutConfig, model: ModelInfo, max_model_len: int, seed: int = 0)`; with that seed
+# it draws for requests that have none
 ENGINES: Registry[Callable[..., RolloutEngine]] = Registry(
     "rollout engine",
     modules=tuple(f"rlpost.workers.rollout.{name}" for name in ("vllm", "sglang", "hf")),

@@ -5,6 +5,7 @@ way to the others after every token. Answers do not depend on what else is runni
 """
 
 import asyncio
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,8 +27,9 @@ from rlpost.workers.weight_sync.reader import BucketReader
 class HFEngine(RolloutEngine):
     """One model in this process."""
 
-    def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int):
+    def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int, seed: int = 0):
         self._cfg, self._info, self._max_model_len = cfg, model, max_model_len
+        self._random = random.Random(seed)  # of requests without a seed
         self._model: Any = None
         self._reader = BucketReader(platform().device())
         self._version = 0
@@ -63,7 +65,7 @@ class HFEngine(RolloutEngine):
         self._model = model.eval().requires_grad_(False).to(platform().device())
 
     async def generate(
-        self, token_ids: Sequence[int], spec: SamplingSpec, seed: int, request_id: str, n: int = 1
+        self, token_ids: Sequence[int], spec: SamplingSpec, seed: int | None, request_id: str, n: int = 1
     ) -> list[Completion]:
         """See `RolloutEngine.generate`."""
         if len(token_ids) + spec.max_tokens > self._max_model_len:
@@ -74,7 +76,8 @@ class HFEngine(RolloutEngine):
         await self._open.wait()
         self._running.add(request_id)
         try:
-            return await self._sample(list(token_ids), spec, [seed + i for i in range(n)], request_id)
+            first = self._random.getrandbits(40) if seed is None else seed
+            return await self._sample(list(token_ids), spec, [first + i for i in range(n)], request_id)
         finally:
             self._running.discard(request_id)
             self._aborted.discard(request_id)

@@ -1,6 +1,7 @@
 """The driver's handle on rollout: engines, workflow workers, and groups out of prompts."""
 
 import asyncio
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,8 +18,8 @@ from rlpost.rewards.model import RewardModel
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.placement import Placement
-from rlpost.workers.remote import own
-from rlpost.workers.rollout.base import EngineLost, SamplingSpec
+from rlpost.workers.remote import own, settle
+from rlpost.workers.rollout.base import EngineLost, SamplingSpec, request_seed
 from rlpost.workers.rollout.crew import Crew, Lost
 from rlpost.workers.rollout.liveness import LOST, Actors, NoAnswer, within
 from rlpost.workers.rollout.setup import engine_setup
@@ -82,7 +83,7 @@ class RolloutPool:
         self._ended: Counter[int] = Counter()
 
     async def start(self) -> None:
-        """Start every process; engines load in parallel.
+        """Start every process; engines on different devices load in parallel.
 
         Raises:
             ValueError: AITER switches or hazards of this platform that cannot be had, see `engine_setup`.
@@ -107,11 +108,11 @@ class RolloutPool:
                 )
                 await own(self._reward_model.__ray_ready__.remote())
             self._crew = Crew(cfg, self._actors, self._make_worker, self._hear, self.abort)
-            starting = [self._start_engine(replica, engine) for replica, engine in enumerate(self.engines)]
-            await asyncio.gather(self._crew.start(), *starting)
+            await asyncio.gather(self._crew.start(), self._start_engines())
         except BaseException:
             await self.shutdown()
             raise
+        settle()
         for replica, engine in enumerate(self.engines):
             self._actors.watch(self._watch_engine(replica, engine))
 
@@ -250,7 +251,8 @@ class RolloutPool:
             actors.restarts_left -= len(missing)
             self._rebuilding += len(missing)
             try:
-                await asyncio.gather(*(self._rebuild(replica, asleep) for replica in missing))
+                for apart in self._rounds(missing):
+                    await asyncio.gather(*(self._rebuild(replica, asleep) for replica in apart))
             finally:
                 self._rebuilding -= len(missing)
         if not self.live and not self._rebuilt:
@@ -311,11 +313,29 @@ class RolloutPool:
     def _make_engine(self, replica: int) -> ActorHandle:
         options = self._placement.engine_options(replica, self._engine_env)
         actor_class = ray.remote(RolloutWorker).options(**options, max_concurrency=MAX_CONCURRENCY)
-        return actor_class.remote(self.cfg, self.model, self._max_model_len)
+        share = self.cfg.gpu_memory_utilization / self._placement.replicas_per_device
+        cfg = dataclasses.replace(self.cfg, gpu_memory_utilization=share)
+        return actor_class.remote(cfg, self.model, self._max_model_len, request_seed(self._seed, "replica", replica))
+
+    def _rounds(self, replicas: Sequence[int]) -> list[list[int]]:
+        """Replicas in groups that share no device, to be started one after another: an engine that looks for memory
+        while a neighbour takes some would think that it is its own."""
+        rounds: dict[int, list[int]] = {}
+        for replica in replicas:
+            rounds.setdefault(replica // self._placement.replicas_apart, []).append(replica)
+        return list(rounds.values())
+
+    async def _start_engines(self) -> None:
+        for apart in self._rounds(range(len(self.engines))):
+            await asyncio.gather(*(self._start_engine(replica, self.engines[replica]) for replica in apart))
 
     async def _start_engine(self, replica: int, engine: ActorHandle) -> None:
         limit_s = self.cfg.startup_timeout_s
         await self._actors.start(f"rollout replica {replica}", engine, lambda: engine.call.remote("start"), limit_s)
+
+    def _seeds_requests(self) -> bool:
+        """On GPUs a seed costs the engine a kernel for each request and step."""
+        return self.cfg.seed_requests == "on" or self.cfg.seed_requests == "auto" and platform().kind == "cpu"
 
     def _make_worker(self) -> ActorHandle:
         actor_class = ray.remote(WorkflowWorker).options(num_cpus=0, max_concurrency=MAX_CONCURRENCY)
@@ -324,7 +344,7 @@ class RolloutPool:
             self.model,
             self._reward,
             self.engines,
-            self._seed,
+            self._seed if self._seeds_requests() else None,
             self._max_response_length,
             self._reward_model,
         )

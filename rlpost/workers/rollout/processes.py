@@ -101,6 +101,7 @@ class EngineProcesses:
         self._children: set[psutil.Process] = set()
         self._guard: Guard | None = None
         self._death: asyncio.Task[None] | None = None  # done when a process of the engine has ended
+        self._calls: set[asyncio.Future[Any]] = set()  # under way
 
     @contextmanager
     def starting(self, timeout_s: float) -> Iterator[None]:
@@ -143,11 +144,13 @@ class EngineProcesses:
         """
         assert self._death is not None, "start the engine first"
         task = asyncio.ensure_future(work)
+        self._calls.add(task)
+        if self._death.done():
+            task.cancel()
         try:
-            await asyncio.wait({task, self._death}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.gather(task, return_exceptions=True)
         finally:
-            if not task.done():
-                task.cancel()
+            self._calls.discard(task)
         if self._death.done() or failed():
             reason = task.exception() if task.done() and not task.cancelled() else None
             silent = "its process is gone without a word, as when the system kills it for memory"
@@ -164,9 +167,11 @@ class EngineProcesses:
             self._guard = None
 
     async def _watch(self) -> None:
-        """Return when a process of the engine has ended."""
+        """Return when a process of the engine has ended; whoever waits for the engine waits no longer."""
         while all(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in self._children):
             await asyncio.sleep(WATCH_S)
+        for call in self._calls:
+            call.cancel()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from rlpost.workers.rollout.base import Completion, SamplingSpec, join, request_
 
 PAUSE_POLL_S = 0.005
 
-Submit = Callable[[list[int], SamplingSpec, int, str, int], Awaitable[list[Completion]]]
+Submit = Callable[[list[int], SamplingSpec, int | None, str, int], Awaitable[list[Completion]]]
 
 
 class Requests:
@@ -34,7 +34,7 @@ class Requests:
         self._open.set()
 
     async def generate(
-        self, token_ids: Sequence[int], spec: SamplingSpec, seed: int, request_id: str, n: int
+        self, token_ids: Sequence[int], spec: SamplingSpec, seed: int | None, request_id: str, n: int
     ) -> list[Completion]:
         """See `RolloutEngine.generate`.
 
@@ -51,7 +51,7 @@ class Requests:
         if not interrupted:
             return completions
         rest = (
-            self._go_on(prompt, spec, seed + i, f"{request_id}/{i}", completion)
+            self._go_on(prompt, spec, None if seed is None else seed + i, f"{request_id}/{i}", completion)
             for i, completion in enumerate(completions)
         )
         return list(await asyncio.gather(*rest))
@@ -98,7 +98,7 @@ class Requests:
             self._open.set()
 
     async def _run(
-        self, token_ids: list[int], spec: SamplingSpec, seed: int, request_id: str, n: int
+        self, token_ids: list[int], spec: SamplingSpec, seed: int | None, request_id: str, n: int
     ) -> tuple[list[Completion], bool]:
         """One request inside the engine: its completions, and whether a pause cut it off."""
         await self._open.wait()
@@ -112,7 +112,7 @@ class Requests:
         return completions, interrupted
 
     async def _go_on(
-        self, prompt: list[int], spec: SamplingSpec, seed: int, request_id: str, done: Completion
+        self, prompt: list[int], spec: SamplingSpec, seed: int | None, request_id: str, done: Completion
     ) -> Completion:
         """Continue an interrupted sample until it ends by itself or is aborted."""
         interrupted = True
@@ -121,7 +121,11 @@ class Requests:
             rest = dataclasses.replace(spec, max_tokens=spec.max_tokens - length)
             # another seed for another position: the same one would repeat the draws of the first tokens
             (more,), interrupted = await self._run(
-                prompt + done.token_ids.tolist(), rest, request_seed(seed, length), request_id, 1
+                prompt + done.token_ids.tolist(),
+                rest,
+                None if seed is None else request_seed(seed, length),
+                request_id,
+                1,
             )
             done = join(done, more)
         return done

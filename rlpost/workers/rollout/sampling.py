@@ -6,7 +6,8 @@ import torch
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
-CHUNK_ELEMENTS = 2**24  # of a table, 128 MiB in float64
+CHUNK_ELEMENTS = 2**26  # of a table, 256 MiB in float32
+BLOCK = 512  # ids whose mass is summed before it is searched
 
 
 def truncate(logits: torch.Tensor, top_k: int | torch.Tensor, top_p: float | torch.Tensor) -> torch.Tensor:
@@ -24,14 +25,33 @@ def truncate(logits: torch.Tensor, top_k: int | torch.Tensor, top_p: float | tor
 def draw(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """One id a row of `[B, V]` logprobs, int64 `[B]`: where the distribution function passes `uniform`, float64 `[B]`.
 
-    In float64, or the sum over a large vocabulary would round away unlikely ids; some rows at a time, to bound memory.
+    First among blocks of ids, then inside the one that was met, so that only their sums are in float64, without which a
+    large vocabulary would round away unlikely ids. Some rows at a time, to bound memory.
     """
     rows = max(1, CHUNK_ELEMENTS // logprobs.shape[1])
-    ids = []
-    for part, places in zip(logprobs.split(rows), uniform.split(rows), strict=True):
-        mass = part.double().exp().cumsum(dim=-1)
-        ids.append(torch.searchsorted(mass, places[:, None] * mass[:, -1:], right=True)[:, 0])
-    return torch.cat(ids).clamp(max=logprobs.shape[1] - 1)
+    parts = zip(logprobs.split(rows), uniform.split(rows), strict=True)
+    return torch.cat([_draw(part, places) for part, places in parts])
+
+
+def _draw(logprobs: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    whole = logprobs.shape[1] // BLOCK * BLOCK
+    sums = logprobs[:, :whole].exp().unflatten(1, (-1, BLOCK)).sum(-1)
+    sums = torch.cat([sums, logprobs[:, whole:].exp().sum(-1, keepdim=True)], dim=1).double()
+    block, rest = _search(sums, places)
+    ids = block[:, None] * BLOCK + torch.arange(BLOCK, device=logprobs.device)
+    inside = logprobs.gather(1, ids.clamp(max=logprobs.shape[1] - 1)).double().exp()
+    within, _ = _search(inside.masked_fill(ids >= logprobs.shape[1], 0.0), rest)
+    return block * BLOCK + within
+
+
+def _search(mass: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The column of `[B, K]` that holds a place in [0, 1) of its row's mass, and the place inside it."""
+    sums = mass.cumsum(dim=-1)
+    target = (places[:, None] * sums[:, -1:]).minimum(sums[:, -1:] * (1.0 - 2.0**-52))  # or rounding passes the end
+    found = torch.searchsorted(sums, target, right=True)
+    own = mass.gather(1, found)
+    inside = (target - (sums.gather(1, found) - own)) / own
+    return found[:, 0], inside[:, 0].clamp(0.0, 1.0 - 2.0**-53)
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

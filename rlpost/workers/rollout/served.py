@@ -19,17 +19,18 @@ class ServedEngine(RolloutEngine):
 
     Args:
         title: the engine's name in messages.
+        seed: the engine's own, with which requests without a seed are drawn.
     """
 
-    def __init__(self, title: str, cfg: RolloutConfig, model: ModelInfo, max_model_len: int):
-        self._cfg, self._model, self._max_model_len = cfg, model, max_model_len
+    def __init__(self, title: str, cfg: RolloutConfig, model: ModelInfo, max_model_len: int, seed: int = 0):
+        self._cfg, self._model, self._max_model_len, self._seed = cfg, model, max_model_len, seed % 2**31
         self._processes = EngineProcesses(title)
         self._requests = Requests(self._submit, self._abort, max_model_len)
         self._version = 0
         self._ledger: UpdateLedger | None = None  # of the update that is open
 
     async def generate(
-        self, token_ids: Sequence[int], spec: SamplingSpec, seed: int, request_id: str, n: int = 1
+        self, token_ids: Sequence[int], spec: SamplingSpec, seed: int | None, request_id: str, n: int = 1
     ) -> list[Completion]:
         """See `RolloutEngine.generate`.
 
@@ -82,7 +83,7 @@ class ServedEngine(RolloutEngine):
 
     @abstractmethod
     async def _submit(
-        self, token_ids: list[int], spec: SamplingSpec, seed: int, request_id: str, n: int
+        self, token_ids: list[int], spec: SamplingSpec, seed: int | None, request_id: str, n: int
     ) -> list[Completion]:
         """Run one request in the engine; see `Requests`."""
 

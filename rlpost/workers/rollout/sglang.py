@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from rlpost import aiter
-from rlpost.batch import Status
+from rlpost.batch import NOT_ASKED, Status
 from rlpost.platform import platform
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
@@ -78,8 +78,8 @@ IDLE_POLL_S = 0.005
 class SGLangEngine(ServedEngine):
     """One SGLang replica. Its tokenizer manager runs here; its schedulers, one a device, are processes of their own."""
 
-    def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int):
-        super().__init__("SGLang", cfg, model, max_model_len)
+    def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int, seed: int = 0):
+        super().__init__("SGLang", cfg, model, max_model_len, seed)
         self._engine: Any = None
         self._manager: Any = None  # SGLang's tokenizer manager, which takes every request of control
         self._samples: dict[str, set[str]] = {}  # request id -> SGLang's ids of its samples
@@ -100,7 +100,7 @@ class SGLangEngine(ServedEngine):
         arguments = engine_arguments(self._cfg, self._model, self._max_model_len, accepted)
         self._carrier = SeedCarrier.to_str()
         with self._processes.starting(self._cfg.startup_timeout_s), keep_signal_handlers():
-            self._engine = make_engine(self._model.vocab_size, **arguments)
+            self._engine = make_engine(self._model.vocab_size, **arguments, random_seed=self._seed)
             self._manager = self._engine.tokenizer_manager
             self._manager.auto_create_handle_loop()
 
@@ -158,26 +158,29 @@ class SGLangEngine(ServedEngine):
         self._engine = self._manager = None
 
     async def _submit(
-        self, token_ids: list[int], spec: SamplingSpec, seed: int, request_id: str, n: int
+        self, token_ids: list[int], spec: SamplingSpec, seed: int | None, request_id: str, n: int
     ) -> list[Completion]:
         samples = [uuid.uuid4().hex for _ in range(n)]  # of one length: SGLang's abort takes a prefix
         self._samples[request_id] = set(samples)
         try:
             return await asyncio.gather(
-                *(self._sample(token_ids, spec, seed + i, sample) for i, sample in enumerate(samples))
+                *(
+                    self._sample(token_ids, spec, None if seed is None else seed + i, sample)
+                    for i, sample in enumerate(samples)
+                )
             )
         finally:
             del self._samples[request_id]
 
-    async def _sample(self, prompt: list[int], spec: SamplingSpec, seed: int, sample: str) -> Completion:
+    async def _sample(self, prompt: list[int], spec: SamplingSpec, seed: int | None, sample: str) -> Completion:
         """One answer. SGLang also ends at the EOS of the model's config: where `spec` does not, it goes on."""
         done = Completion.empty()
         while True:
             request = {
                 "input_ids": prompt + done.token_ids.tolist(),
                 "sampling_params": sampling_params(spec, seed, spec.max_tokens - len(done.token_ids)),
-                "custom_logit_processor": self._carrier,
-                "return_logprob": True,
+                "custom_logit_processor": None if seed is None else self._carrier,
+                "return_logprob": bool(spec.logprobs_every),
                 "rid": sample,
             }
             output = await self._call(self._engine.async_generate(**request))
@@ -188,14 +191,17 @@ class SGLangEngine(ServedEngine):
 
     def _completion(self, output: dict[str, Any], spec: SamplingSpec) -> Completion:
         """Status ABORT where neither a stop token nor the limit ended it."""
-        pairs = output["meta_info"].get("output_token_logprobs") or []
-        token_ids = np.asarray([token for _, token, *_ in pairs], np.int64)
+        token_ids = np.asarray(output.get("output_ids") or [], np.int64)
+        logprobs = np.full(len(token_ids), NOT_ASKED, np.float32)
+        if pairs := output["meta_info"].get("output_token_logprobs"):
+            token_ids = np.asarray([token for _, token, *_ in pairs], np.int64)
+            logprobs = np.asarray([logprob for logprob, *_ in pairs], np.float32)
         status = Status.LENGTH if output["meta_info"]["finish_reason"]["type"] == "length" else Status.ABORT
         if len(token_ids) and token_ids[-1] in spec.stop_token_ids:
             status = Status.STOP
         return Completion(
             token_ids=token_ids,
-            logprobs=np.asarray([logprob for logprob, *_ in pairs], np.float32),
+            logprobs=logprobs,
             versions=np.full(len(token_ids), self._version, np.int32),
             status=status,
         )
@@ -244,7 +250,7 @@ class SGLangEngine(ServedEngine):
         return await self._processes.call(work)
 
 
-def sampling_params(spec: SamplingSpec, seed: int, max_tokens: int) -> dict[str, Any]:
+def sampling_params(spec: SamplingSpec, seed: int | None, max_tokens: int) -> dict[str, Any]:
     """SGLang's form of `spec`; the seed reaches the sampler as a custom parameter."""
     from rlpost.workers.rollout.sglang_extension import SEED
 
@@ -255,7 +261,7 @@ def sampling_params(spec: SamplingSpec, seed: int, max_tokens: int) -> dict[str,
         "max_new_tokens": max_tokens,
         "stop_token_ids": list(spec.stop_token_ids),
         "ignore_eos": not spec.stop_token_ids,  # which also makes it ignore `stop_token_ids`
-        "custom_params": {SEED: seed},
+        "custom_params": None if seed is None else {SEED: seed},
     }
 
 

@@ -57,7 +57,7 @@ def run_scheduler(vocab_size: int, *args: Any, **kwargs: Any) -> Any:
 
 
 class PolicySampler(Sampler):
-    """Samples as `SamplingSpec` says: padded ids never, each request with a seed of its own.
+    """Samples as `SamplingSpec` says: padded ids never, requests that have a seed by it.
 
     SGLang's own sampler looks at seeds only when all kernels are to be deterministic, which is slow, and cannot be had
     on CPU. Logprobs are those of the distribution that was sampled from, as vLLM's are.
@@ -90,18 +90,21 @@ class PolicySampler(Sampler):
             if sampling_info.need_top_k_sampling or sampling_info.need_top_p_sampling:
                 logits = truncate(logits, sampling_info.top_ks[:, None], sampling_info.top_ps[:, None])
             logprobs = logits.log_softmax(dim=-1)
-            ids = draw(logprobs, uniform(self._seeds(sampling_info, logits.device), positions))
+            ids = draw(logprobs, self._places(sampling_info, positions))
         if return_logprob:
             logits_output.next_token_logprobs = logprobs.gather(1, ids[:, None])[:, 0]
         return ids.to(torch.int32)
 
-    def _seeds(self, sampling_info: Any, device: torch.device) -> torch.Tensor:
-        """int64 `[B]`. The engine's own requests, such as its warm-up, have none."""
+    def _places(self, sampling_info: Any, positions: torch.Tensor) -> torch.Tensor:
+        """float64 `[B]` in [0, 1), by the requests' seeds; by the engine's own where they have none."""
+        free = torch.rand(len(positions), dtype=torch.float64, device=positions.device)
         if sampling_info.custom_params is None:
-            return torch.zeros(len(sampling_info), dtype=torch.int64, device=device)
-        seeds = [parameters[SEED] for parameters in sampling_info.custom_params]
-        pinned = torch.tensor(seeds, dtype=torch.int64, pin_memory=device.type != "cpu")
-        return pinned.to(device, non_blocking=True)  # the scheduler runs ahead of the device, and must not wait for it
+            return free
+        seeds = [-1 if parameters is None else parameters[SEED] for parameters in sampling_info.custom_params]
+        pinned = torch.tensor(seeds, dtype=torch.int64, pin_memory=positions.device.type != "cpu")
+        # the scheduler runs ahead of the device, and must not wait for it
+        on_device = pinned.to(positions.device, non_blocking=True)
+        return torch.where(on_device < 0, free, uniform(on_device, positions))
 
 
 class SeedCarrier(CustomLogitProcessor):

@@ -64,8 +64,8 @@ _OFFERED = (
 class VLLMEngine(ServedEngine):
     """One vLLM replica. `AsyncLLM` runs here; its engine core and workers are processes of their own."""
 
-    def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int):
-        super().__init__("vLLM", cfg, model, max_model_len)
+    def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int, seed: int = 0):
+        super().__init__("vLLM", cfg, model, max_model_len, seed)
         self._llm: Any = None
         self._update: dict[str, Any] = {}  # how an update of weights is to begin
 
@@ -86,7 +86,7 @@ class VLLMEngine(ServedEngine):
             self._cfg, self._model, self._max_model_len, {f.name for f in dataclasses.fields(AsyncEngineArgs)}
         )
         with self._processes.starting(self._cfg.startup_timeout_s):
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, seed=self._seed))
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
             if "is_checkpoint_format" in inspect.signature(self._llm.start_weight_update).parameters:  # 0.24
                 in_place = await self._llm.collective_rpc("rlpost_loads_in_place")
@@ -133,7 +133,7 @@ class VLLMEngine(ServedEngine):
         self._processes.end()
 
     async def _submit(
-        self, token_ids: list[int], spec: SamplingSpec, seed: int, request_id: str, n: int
+        self, token_ids: list[int], spec: SamplingSpec, seed: int | None, request_id: str, n: int
     ) -> list[Completion]:
         final = await self._call(self._last_output(token_ids, sampling_params(spec, seed, n), request_id))
         outputs = [] if final is None else [output for output in final.outputs if output is not None]
@@ -151,12 +151,12 @@ class VLLMEngine(ServedEngine):
 
     def _completion(self, output: Any) -> Completion:
         token_ids = np.asarray(output.token_ids, np.int64)
-        logprobs = [NOT_ASKED] * len(token_ids)
-        if output.logprobs is not None:
-            logprobs = [step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)]
+        logprobs = np.full(len(token_ids), NOT_ASKED, np.float32)
+        if output.logprobs is not None:  # flat: the sampled token comes first at each position
+            logprobs = np.asarray(output.logprobs.logprobs, np.float32)[output.logprobs.start_indices]
         return Completion(
             token_ids=token_ids,
-            logprobs=np.asarray(logprobs, np.float32),
+            logprobs=logprobs,
             versions=np.full(len(token_ids), self._version, np.int32),
             status={"stop": Status.STOP, "length": Status.LENGTH}.get(output.finish_reason, Status.ABORT),
         )
@@ -165,7 +165,7 @@ class VLLMEngine(ServedEngine):
         return await self._processes.call(work, lambda: self._llm.errored)
 
 
-def sampling_params(spec: SamplingSpec, seed: int, n: int) -> Any:
+def sampling_params(spec: SamplingSpec, seed: int | None, n: int) -> Any:
     """vLLM's form of `spec`. vLLM seeds sample i of n with `seed + i`; the stop ids are ours alone (`ignore_eos`)."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -180,6 +180,7 @@ def sampling_params(spec: SamplingSpec, seed: int, n: int) -> Any:
         stop_token_ids=list(spec.stop_token_ids),
         ignore_eos=True,
         logprobs=0 if spec.logprobs_every else None,  # 0: of the sampled token alone
+        flat_logprobs=True,  # two lists rather than an object and a dictionary for each token
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -220,7 +221,6 @@ def engine_arguments(cfg: RolloutConfig, model: ModelInfo, max_model_len: int, a
         # A request whose prompt is cut has its generator set back, which CPU generators cannot: the engine would die.
         arguments["enable_chunked_prefill"] = False
     if model.embedding_size > model.vocab_size:
-        arguments["logits_processors"] = ["rlpost.workers.rollout.vllm_extension:VocabMask"]
         arguments["additional_config"] = {"rlpost_vocab_size": model.vocab_size}
     if not arguments["enforce_eager"] and not _says_what_to_capture(cfg.engine_kwargs):
         arguments["cudagraph_capture_sizes"] = graph_batch_sizes(cfg.max_num_seqs)

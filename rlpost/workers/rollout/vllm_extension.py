@@ -1,4 +1,4 @@
-"""What vLLM loads into its own worker processes: our weight receiver, and the mask of padded ids.
+"""What vLLM loads into its own worker processes: our weight receiver, and logits without padded ids.
 
 vLLM imports this module in every worker because `worker_extension_cls` names it, before the model is loaded.
 """
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -16,17 +17,15 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
-from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from rlpost.workers.weight_sync.bucket import Bucket
 from rlpost.workers.weight_sync.reader import BucketReader
 
 BACKEND = "rlpost"
 VOCAB_SIZE_KEY = "rlpost_vocab_size"  # in vLLM's additional_config
-WORKER_EXTENSION = f"{__name__}.WorkerExtension"
-VOCAB_MASK = f"{__name__}:VocabMask"
 
 
 @dataclass
@@ -140,20 +139,14 @@ class WorkerExtension:
         return str(torch.cuda.get_device_properties(self.device).uuid)  # type: ignore[attr-defined]
 
 
-class VocabMask(LogitsProcessor):
-    """Never sample ids beyond the tokenizer's: a padded embedding has rows that no token owns."""
+@LogitsProcessor.register_oot
+class TokenizerLogits(LogitsProcessor):
+    """Logits of the tokenizer's ids alone: a padded embedding has rows that no token owns, and they are never sampled.
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
-        self._vocab_size = vllm_config.additional_config[VOCAB_SIZE_KEY]
+    In place of vLLM's own layer in every model. Fewer logits are less work for the sampler, while a per-step logits
+    processor would keep vLLM 0.24 from its faster model runner.
+    """
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Mask `[B, V]` logits in place."""
-        logits[:, self._vocab_size :] = float("-inf")
-        return logits
-
-    def is_argmax_invariant(self) -> bool:
-        """False: it can change which token is the likeliest."""
-        return False
-
-    def update_state(self, batch_update: Any) -> None:
-        """It keeps no state for each request."""
+    def __init__(self, vocab_size: int, org_vocab_size: int | None = None, **kwargs: Any):
+        known = get_current_vllm_config().additional_config.get(VOCAB_SIZE_KEY, vocab_size)
+        super().__init__(vocab_size, min(org_vocab_size or vocab_size, known), **kwargs)

@@ -21,7 +21,7 @@ from rlpost.rewards.limits import ErrorKind
 from rlpost.rewards.scorer import RewardScorer
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
-from rlpost.workers.remote import unwrap
+from rlpost.workers.remote import settle, unwrap
 from rlpost.workers.rollout.base import ENGINES, Completion, EngineLost, SamplingSpec, request_seed
 from rlpost.workers.rollout.liveness import LOST, Processes
 from rlpost.workers.rollout.workflow import get_workflow
@@ -40,18 +40,18 @@ class Request:
 
     token_ids: np.ndarray
     spec: SamplingSpec
-    seed: int
+    seed: int | None
     request_id: str
     n: int
 
 
 class RolloutWorker:
-    """One engine replica in a process of its own."""
+    """One engine replica in a process of its own; `seed` is the engine's, for requests without one."""
 
-    def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int):
+    def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int, seed: int = 0):
         heartbeat.start(exported().get(heartbeat.VARIABLE), heartbeat.numberless("engine"))
         self._timeout_s = cfg.request_timeout_s
-        self._engine = ENGINES.get(cfg.name, "rollout.name")(cfg, model, max_model_len)
+        self._engine = ENGINES.get(cfg.name, "rollout.name")(cfg, model, max_model_len, seed)
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[list[Answered]]:
         """The completions of each request as they come, those of a moment together: a long answer holds up no other.
@@ -78,7 +78,10 @@ class RolloutWorker:
     async def call(self, method: str, *args: Any) -> Any:
         """Any other method of the engine."""
         with heartbeat.phase(PHASES.get(method, ""), method):
-            return await getattr(self._engine, method)(*args)
+            result = await getattr(self._engine, method)(*args)
+        if method == "start":
+            settle()
+        return result
 
     async def processes(self) -> Processes:
         """This process and the engine's."""
@@ -105,7 +108,7 @@ class WorkflowWorker:
         model: for the tokenizer, with which rewards see answers.
         reward: the `reward` section.
         engines: handles of all `RolloutWorker`s.
-        seed: of the run.
+        seed: of the run, from which every request gets its own; None: requests have none.
         max_response_length: limit of sampled tokens.
         reward_model: handle of the actor that serves `RewardModel`, if a term asks it.
     """
@@ -116,7 +119,7 @@ class WorkflowWorker:
         model: ModelInfo,
         reward: RewardConfig,
         engines: Sequence[ActorHandle],
-        seed: int,
+        seed: int | None,
         max_response_length: int,
         reward_model: ActorHandle | None = None,
     ):
@@ -143,6 +146,7 @@ class WorkflowWorker:
         served = self._reward_model
         score = None if served is None else (lambda texts: served.score.remote(texts))
         self._scorer = RewardScorer(self._reward, self._max_response_length, score)
+        settle()
         self._started.set()
 
     async def run(self, prompts: list[Prompt], n: int, spec: SamplingSpec) -> list[list[Trajectory]]:
@@ -181,7 +185,7 @@ class WorkflowWorker:
                 Request(
                     token_ids=np.asarray(token_ids, np.int64),
                     spec=spec if max_tokens is None else replace(spec, max_tokens=max_tokens),
-                    seed=request_seed(self._seed, prompt.id, key),
+                    seed=None if self._seed is None else request_seed(self._seed, prompt.id, key),
                     request_id=f"{prompt.id}/{run}/{key}/{id(self)}",
                     n=n,
                 )
@@ -199,24 +203,26 @@ class WorkflowWorker:
 
     async def _score(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:
         """Put rewards on the last sampled tokens. Aborted trajectories are partial and get none."""
-        complete = [t for t in trajectories if t.status in (Status.STOP, Status.LENGTH) and len(t.response_ids)]
+        finished = [t for t in trajectories if t.status in (Status.STOP, Status.LENGTH)]
+        sampled = [np.flatnonzero(t.provenance == Provenance.MODEL) for t in finished]
+        complete = [(t, places) for t, places in zip(finished, sampled, strict=True) if len(places)]
         if not complete:
             return
-        ids = [t.response_ids.tolist() for t in complete]
-        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+        ids = [t.token_ids[places] for t, places in complete]
+        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)  # of lists it would look at every id
         answers = [
-            Answer(text=text, token_ids=tokens, truncated=t.status is Status.LENGTH)
-            for t, text, tokens in zip(complete, texts, ids, strict=True)
+            Answer(text=text, token_ids=tokens.tolist(), truncated=t.status is Status.LENGTH)
+            for (t, _), text, tokens in zip(complete, texts, ids, strict=True)
         ]
         all_scored = await self._scorer.score(prompt, answers)
         if self._reward.on_error == OnError.DROP_GROUP and any(isinstance(s, RewardError) for s in all_scored):
             left_out = RewardError("left out with its group (reward.on_error=drop_group)", ErrorKind.GROUP)
             all_scored = [s if isinstance(s, RewardError) else left_out for s in all_scored]
-        for t, scored in zip(complete, all_scored, strict=True):
+        for (t, places), scored in zip(complete, all_scored, strict=True):
             if isinstance(scored, RewardError):
                 t.status, t.error, t.error_kind = Status.REWARD_ERROR, str(scored), str(scored.kind)
                 continue
-            t.rewards[np.flatnonzero(t.provenance == Provenance.MODEL)[-1]] = scored.value
+            t.rewards[places[-1]] = scored.value
             t.reward_parts = scored.parts
 
 

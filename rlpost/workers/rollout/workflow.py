@@ -10,7 +10,7 @@ from rlpost.registry import Registry, load_dotted
 from rlpost.workers.rollout.base import Completion
 
 # generate(token_ids, n=1, key=""): sample n continuations. Within one run of a workflow calls that may differ need
-# different keys (such as "<sample>/<turn>"): the seed is a hash of (run seed, prompt id, key).
+# different keys (such as "<sample>/<turn>"): a seed, where requests have one, is a hash of (run seed, prompt id, key).
 Generate = Callable[..., Awaitable[list[Completion]]]
 
 
@@ -37,11 +37,13 @@ def trajectory(prompt_ids: Sequence[int] | np.ndarray, completion: Completion, s
     """Prompt (TEMPLATE) and sampled tokens (MODEL) as one trajectory, without rewards yet."""
     num_prompt, num_sampled = len(prompt_ids), len(completion.token_ids)
 
-    def column(dtype: type, before: float, sampled: np.ndarray | float) -> np.ndarray:
-        return np.concatenate([np.full(num_prompt, before, dtype), np.broadcast_to(sampled, num_sampled).astype(dtype)])
+    def column(dtype: type, before: Sequence[int] | np.ndarray | float, sampled: np.ndarray | float) -> np.ndarray:
+        values: np.ndarray = np.empty(num_prompt + num_sampled, dtype)
+        values[:num_prompt], values[num_prompt:] = before, sampled
+        return values
 
     return Trajectory(
-        token_ids=np.concatenate([np.asarray(prompt_ids, np.int64), completion.token_ids]),
+        token_ids=column(np.int64, prompt_ids, completion.token_ids),
         provenance=column(np.uint8, Provenance.TEMPLATE, Provenance.MODEL),
         rollout_logprobs=column(np.float32, 0.0, completion.logprobs),
         versions=column(np.int32, -1, completion.versions),

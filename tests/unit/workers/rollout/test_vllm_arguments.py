@@ -43,7 +43,7 @@ def test_engine_kwargs_pass_through():
 
 
 def test_only_a_padded_embedding_is_masked():
-    assert "logits_processors" not in engine_arguments(RolloutConfig(), info(100), 64, ACCEPTED)
+    assert "additional_config" not in engine_arguments(RolloutConfig(), info(100), 64, ACCEPTED)
     assert engine_arguments(RolloutConfig(), info(128), 64, ACCEPTED)["additional_config"] == {"rlpost_vocab_size": 100}
 
 

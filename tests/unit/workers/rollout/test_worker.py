@@ -1,6 +1,7 @@
 """Workflow workers and their routing, with engines played by objects in this process."""
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
@@ -74,7 +75,7 @@ def info(tmp_path_factory):
     return contract.make_checkpoint(tmp_path_factory.mktemp("model"), tied=True)
 
 
-def run(info, engines: list[Engine], *, text: str = "", n: int = 2, workflow: str = "single_turn", seed: int = 1,
+def run(info, engines: list[Engine], *, text: str = "", n: int = 2, workflow: str = "single_turn", seed: int | None = 1,
         fn: str = "length", on_error: str = "mask"):  # fmt: skip
     async def main():
         term = RewardTermConfig(fn=f"tests.ray.rewards_for_tests.{fn}")
@@ -105,6 +106,17 @@ def test_seeds_follow_run_seed_and_prompt(info):
 
     assert seeds(1) == seeds(1) != seeds(2)
     assert len(set(seeds(1))) == 4
+
+
+def test_requests_have_no_seed_where_the_run_gives_none(info):
+    class Seedless(Engine):
+        def answer(self, request: Request, i: int) -> Completion:
+            assert request.seed is None
+            return super().answer(dataclasses.replace(request, seed=0), i)
+
+    engine = Seedless()
+    run(info, [engine], seed=None)
+    assert sum(len(call) for call in engine.calls) == 4
 
 
 def test_reward_sits_on_the_last_sampled_token(info):
