@@ -103,7 +103,7 @@ class Run:
             if time.monotonic() > deadline:
                 self.kill()
                 raise AssertionError(f"not within {timeout_s} s; stderr: {self.stderr[-3000:]}")
-            time.sleep(0.05)
+            time.sleep(0.1)  # conditions may look at every process there is
 
     def succeed(self) -> dict[str, Any]:
         """Wait for exit status 0 and return the summary, the last line of standard output."""
@@ -149,7 +149,7 @@ class Run:
         """Processes that outlive the command by more than the moment it takes them to notice."""
         deadline = time.monotonic() + limit_s
         while (left := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.1)
+            time.sleep(0.2)
         return left
 
 

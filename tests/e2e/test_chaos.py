@@ -53,7 +53,7 @@ def test_comparison_tells_what_differs(steps, loss, lost, repeated, says, tmp_pa
 
 def test_runs_whose_processes_are_killed_train_what_an_undisturbed_one_does(checkpoint, tmp_path):
     plans = {
-        "colocated": plan(3, seed=5, targets=(Target.DRIVER, Target.ENGINE, Target.REWARD)),
+        "colocated": plan(4, seed=5, targets=(Target.DRIVER, Target.ENGINE, Target.REWARD, Target.WORKFLOW)),
         "fully_async": plan(2, seed=5, targets=(Target.TRAINER, Target.WORKFLOW)),
     }
     steps = max(map(num_steps, plans.values()))
@@ -67,6 +67,9 @@ def test_runs_whose_processes_are_killed_train_what_an_undisturbed_one_does(chec
         ended = [(blow.ended, kill.target.ends_run) for blow, kill in zip(chaos.blows, kills, strict=True)]
         starting = [blow.at == "start" for blow in chaos.blows]  # when a run needs all its processes
         assert all(was == meant or early for (was, meant), early in zip(ended, starting, strict=True))
+        log = (chaos.run.folder / "rlpost.log").read_text()
+        assert "workflow worker 0 is lost" in log or "workflow worker 1 is lost" in log
+        assert trainer != "colocated" or "rollout replica 0 is back" in log
     undisturbed.succeed()
     for chaos, in_turn in zip(disturbed, (True, False), strict=True):
         chaos.check_processes()
