@@ -71,10 +71,17 @@ def test_summary_of_a_run_that_ended_early_is_no_success(monkeypatch, tmp_path, 
     assert run({}, tmp_path, lambda cfg, run_dir: summary) == status
 
 
-def test_sigterm_cleans_up_like_ctrl_c(tmp_path):
+@pytest.mark.parametrize("ctrl_c", [signal.SIG_DFL, signal.SIG_IGN], ids=["foreground", "background"])
+def test_sigterm_cleans_up_like_ctrl_c(ctrl_c, tmp_path):
+    """Also where the shell has Ctrl-C ignored, as it does for what a script starts in the background."""
     command = [sys.executable, "-c", WAITS, f"hydra.run.dir={tmp_path}"]
     process = subprocess.Popen(
-        command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, ctrl_c),
     )
     assert process.stdout is not None and process.stdout.readline() == "waiting\n"
     process.send_signal(signal.SIGTERM)
