@@ -5,7 +5,11 @@ SGLANG_VENV ?= .venv-sglang
 SEED ?= 1
 ARGS ?=
 
-.PHONY: help setup demo test test-sglang lint licenses clean
+# Two at a time fill two cores. Files stay whole, since their tests share what they start, and keep their order: whole
+# runs first, the many short tests last, so that both processes end together.
+PARALLEL = -n 2 --dist loadfile --no-loadscope-reorder
+
+.PHONY: help setup setup-sglang demo test test-cpu test-sglang lint licenses clean
 
 help:
 	@echo "make demo [SEED=1]      train the quickstart task on this machine; the last line is a JSON summary"
@@ -19,16 +23,26 @@ help:
 setup:
 	@PYTHON="$(PYTHON)" bash scripts/setup_env.sh $(VENV)
 
+setup-sglang:
+	@PYTHON="$(PYTHON)" bash scripts/setup_env.sh $(SGLANG_VENV) sglang
+
 demo: setup
 	@$(VENV)/bin/python -m rlpost.main experiment=quickstart seed=$(SEED)
 
+ifdef ARGS
 test: setup
 	$(VENV)/bin/python -m pytest $(ARGS)
-	@$(if $(ARGS),,$(MAKE) --no-print-directory test-sglang)
+else
+test:
+	@$(MAKE) --no-print-directory -j2 setup setup-sglang
+	@$(MAKE) --no-print-directory -j1 --keep-going test-cpu test-sglang
+endif
 
-test-sglang:
-	@PYTHON="$(PYTHON)" bash scripts/setup_env.sh $(SGLANG_VENV) sglang
-	$(SGLANG_VENV)/bin/python -m pytest tests/e2e -k sglang
+test-cpu: setup
+	$(VENV)/bin/python -m pytest $(PARALLEL)
+
+test-sglang: setup-sglang
+	$(SGLANG_VENV)/bin/python -m pytest $(PARALLEL) tests/e2e -k sglang
 
 lint: setup
 	$(VENV)/bin/ruff check .
@@ -36,8 +50,7 @@ lint: setup
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-licenses: setup
-	@PYTHON="$(PYTHON)" bash scripts/setup_env.sh $(SGLANG_VENV) sglang
+licenses: setup setup-sglang
 	$(VENV)/bin/python scripts/licenses.py $(VENV) $(SGLANG_VENV) >docs/licenses.md
 
 clean:

@@ -44,6 +44,7 @@ EXTRAS = {
         "mypy>=2,<3",
         "pytest>=9.2,<10",
         "pytest-timeout>=2.4,<3",
+        "pytest-xdist>=3.8,<4",
         "ruff>=0.17,<0.18",
         "setuptools>=77,<81",
         "wheel>=0.48,<1",

@@ -75,6 +75,8 @@ def launch(execute: Execute) -> None:
         signal.raise_signal(signal.SIGINT)  # both end what was started
 
     signal.signal(signal.SIGTERM, on_sigterm)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a script starts with &: SIGTERM would be lost
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         job()
     except KeyboardInterrupt:

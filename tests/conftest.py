@@ -1,11 +1,14 @@
 """What holds for every test: one thread a process, and no GPU tests without a GPU. And Ray, for those that ask."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models here are tiny; more threads only compete
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script has started the tests in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # or the runs that they start would ignore Ctrl-C
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -191,7 +191,7 @@ class Chaos:
             if time.monotonic() > deadline:
                 self.run.kill()
                 raise AssertionError(f"nothing happened for {limit_s} s after {self.blows[-1:]}: {self.run.stderr}")
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     def _restart(self, status: int) -> None:
         blow = self.blows[-1] if self.blows else None

@@ -86,7 +86,7 @@ class Run:
                 command, cwd=self.cwd, env=environment, stdout=out, stderr=err, start_new_session=True
             )
 
-    def wait(self, timeout_s: float = 240.0) -> int:
+    def wait(self, timeout_s: float = 400.0) -> int:
         """The exit status; a run that does not end is killed, and its last words are shown."""
         try:
             return self.process.wait(timeout_s)
@@ -94,7 +94,7 @@ class Run:
             self.kill()
             raise AssertionError(f"did not end within {timeout_s} s; stderr: {self.stderr[-3000:]}") from None
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
         """Until `condition` holds while the command runs."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -103,7 +103,7 @@ class Run:
             if time.monotonic() > deadline:
                 self.kill()
                 raise AssertionError(f"not within {timeout_s} s; stderr: {self.stderr[-3000:]}")
-            time.sleep(0.05)
+            time.sleep(0.1)  # conditions may look at every process there is
 
     def succeed(self) -> dict[str, Any]:
         """Wait for exit status 0 and return the summary, the last line of standard output."""
@@ -149,7 +149,7 @@ class Run:
         """Processes that outlive the command by more than the moment it takes them to notice."""
         deadline = time.monotonic() + limit_s
         while (left := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.1)
+            time.sleep(0.2)
         return left
 
 

@@ -1,6 +1,7 @@
 """Runs whose processes of all kinds are killed at random moments end as ones that nobody disturbed."""
 
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,7 +54,7 @@ def test_comparison_tells_what_differs(steps, loss, lost, repeated, says, tmp_pa
 
 def test_runs_whose_processes_are_killed_train_what_an_undisturbed_one_does(checkpoint, tmp_path):
     plans = {
-        "colocated": plan(3, seed=5, targets=(Target.DRIVER, Target.ENGINE, Target.REWARD)),
+        "colocated": plan(4, seed=5, targets=(Target.DRIVER, Target.ENGINE, Target.REWARD, Target.WORKFLOW)),
         "fully_async": plan(2, seed=5, targets=(Target.TRAINER, Target.WORKFLOW)),
     }
     steps = max(map(num_steps, plans.values()))
@@ -68,6 +69,8 @@ def test_runs_whose_processes_are_killed_train_what_an_undisturbed_one_does(chec
         starting = [blow.at == "start" for blow in chaos.blows]  # when a run needs all its processes
         assert all(was == meant or early for (was, meant), early in zip(ended, starting, strict=True))
     undisturbed.succeed()
+    log = (tmp_path / "colocated" / "run" / "rlpost.log").read_text()
+    assert "rollout replica 0 is back" in log and re.search("workflow worker . is lost", log)
     for chaos, in_turn in zip(disturbed, (True, False), strict=True):
         chaos.check_processes()
         assert chaos.problems == []

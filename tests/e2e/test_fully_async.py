@@ -9,7 +9,7 @@ import pytest
 from rlpost.trainer.ledger import Ledger
 from tests.e2e.runs import Run, small
 
-NUM_STEPS = 20
+NUM_STEPS = 10
 PARITY = "train_rollout_logprob_abs_diff/mean"
 # readings of the clock, and what only one kind of source has
 APART = ("timing_s/", "time_s", "throughput/", "weight_sync/", "async/", "groups/", "perf/")
@@ -29,7 +29,7 @@ def trained(run: Run, folder: Path) -> dict[int, list[str]]:
 
 
 def test_staleness_0_over_gloo_gives_the_losses_of_the_colocated_run(checkpoint, tmp_path):
-    shared = (f"trainer.total_training_steps={NUM_STEPS}", "trainer.test_freq=10", "actor.ppo_mini_batch_size=2")
+    shared = (f"trainer.total_training_steps={NUM_STEPS}", "trainer.test_freq=5", "actor.ppo_mini_batch_size=2")
     apart = Run(tmp_path / "async", *small(checkpoint, "trainer=fully_async", "trainer.staleness_threshold=0", *shared))
     colocated = Run(tmp_path / "colocated", *small(checkpoint, *shared))
     apart.succeed()

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.e2e.runs import Run, small
-from tests.e2e.test_fully_async import readings, trained
+from tests.e2e.test_fully_async import trained
 
 NUM_STEPS = 4
 PARITY = "train_rollout_logprob_abs_diff/mean"
@@ -39,27 +39,6 @@ def held(hold: Path, at: int) -> list[str]:
 
 def log_of(run: Run) -> Callable[[str], bool]:
     return lambda text: text in (run.folder / "rlpost.log").read_text()
-
-
-def test_run_whose_engine_and_worker_are_killed_gives_the_losses_of_an_undisturbed_one(checkpoint, tmp_path):
-    shared = small(checkpoint, f"trainer.total_training_steps={NUM_STEPS}", "rollout.health_interval_s=0.5")
-    disturbed = Run(tmp_path / "disturbed", *shared, *held(tmp_path / "hold", 4))
-    undisturbed = Run(tmp_path / "undisturbed", *shared)
-    undisturbed.succeed()
-    says = log_of(disturbed)
-    kill_at(disturbed, tmp_path / "hold", "RolloutWorker")  # it has made the answers: nothing is lost but itself
-    kill_at(disturbed, tmp_path / "hold", "WorkflowWorker")
-    disturbed.wait_until(lambda: says("workflow worker 0 is lost") and says("rollout replica 0 is lost"))
-    (tmp_path / "hold").unlink()
-    disturbed.succeed()
-    assert says("rollout replica 0 is back")
-    theirs = [line for line in readings(undisturbed)]
-    ours = readings(disturbed)
-    assert len(ours) == len(theirs) and max(line.pop("rollout/restarts", 0) for line in ours) == 2
-    for mine, yours in zip(ours, theirs, strict=True):
-        yours.pop("rollout/restarts", None)
-        assert mine == pytest.approx(yours, rel=1e-6, abs=1e-9), f"step {mine['step']}"
-    assert disturbed.left_behind() == []
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="no vLLM")

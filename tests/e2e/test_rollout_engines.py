@@ -77,10 +77,28 @@ def test_engine_honours_the_contract(name, tied, tmp_path):
             await contract.check_sleep(engine, trainer)
             await contract.check_update_gloo(engine, trainer, 4)
             assert await engine.device_uuids() == [platform().device_uuid()]
+            if name in contract.TITLES and tied:
+                await check_death(engine, name)
         finally:
             await engine.shutdown()
 
     asyncio.run(main())
+
+
+async def check_death(engine: RolloutEngine, name: str) -> None:
+    """Processes that hang answer no ping; of those that are killed the engine says that they died. The last check."""
+    assert engine_processes()
+    for process in engine_processes():
+        process.suspend()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(engine.ping(), 1.0)
+    for process in engine_processes():
+        process.resume()
+    await engine.ping()
+    for process in engine_processes():
+        process.kill()
+    with pytest.raises(RuntimeError, match=f"the {contract.TITLES[name]} engine died"):
+        await engine.generate([3], contract.spec(), seed=0, request_id="r", n=8)
 
 
 @pytest.mark.parametrize("name", [param for param in contract.SERVED if param.values == ("sglang",)])
@@ -111,29 +129,5 @@ def test_engine_that_does_not_start_says_why(name, tmp_path):
         with pytest.raises(RuntimeError, match=failure):
             await engine.start()
         await engine.shutdown()
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("name", contract.SERVED)
-def test_engine_reports_why_it_died(name, tmp_path):
-    async def main() -> None:
-        engine, _ = make_engine(name, tmp_path, tied=True)
-        await engine.start()
-        try:
-            assert engine_processes()
-            for process in engine_processes():
-                process.suspend()
-            with pytest.raises(TimeoutError):  # what hangs answers no ping
-                await asyncio.wait_for(engine.ping(), 1.0)
-            for process in engine_processes():
-                process.resume()
-            await engine.ping()
-            for process in engine_processes():
-                process.kill()
-            with pytest.raises(RuntimeError, match=f"the {contract.TITLES[name]} engine died"):
-                await engine.generate([3], contract.spec(), seed=0, request_id="r", n=8)
-        finally:
-            await engine.shutdown()
 
     asyncio.run(main())

@@ -156,14 +156,11 @@ def test_error_of_one_rank_reaches_the_driver_as_it_is(model):
     group.shutdown()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_rank_whose_process_is_killed_is_named(model, num_ranks):
-    """Rank 0 fails as well, and sooner: its collective has lost a member."""
-    group = create(model, num_ranks=num_ranks)
-    victim = num_ranks - 1
+def check_death_is_named(group, victim):
+    """When the process of this rank dies in its loss."""
 
     def kill(micro, output):
-        if num_ranks == 1 or torch.distributed.get_rank() == victim:
+        if torch.distributed.get_rank() == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         return output.logprobs.sum(), {}
 
@@ -171,10 +168,18 @@ def test_rank_whose_process_is_killed_is_named(model, num_ranks):
         asyncio.run(group.train("actor", _batch(), kill))
     with pytest.raises(RankDied, match=f"^trainer rank {victim} died in 'place'"):
         group.call("place")
+
+
+def test_rank_whose_process_is_killed_is_named(model):
+    """Rank 0 fails as well, and sooner: its collective has lost a member."""
+    group = create(model, num_ranks=2)
+    check_death_is_named(group, victim=1)
     group.shutdown()
 
 
-def test_out_of_memory_inside_a_loss_reaches_the_driver_with_what_to_lower(model):
+def test_out_of_memory_inside_a_loss_and_death_of_the_only_rank_reach_the_driver(model):
+    """The first with what to lower."""
+
     def too_large(micro, output):
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
@@ -184,6 +189,7 @@ def test_out_of_memory_inside_a_loss_reaches_the_driver_with_what_to_lower(model
     with pytest.raises(OutOfDeviceMemory, match="rank 0 ran out .* 'train actor': tried to allocate 2 GiB") as caught:
         asyncio.run(group.train("actor", _batch(), too_large))
     assert "Lower actor.ppo_max_token_len_per_gpu" in str(caught.value)
+    check_death_is_named(group, victim=0)
     group.shutdown()
 
 

@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,8 @@ from rlpost.launch import launch
 async def wait():
     print("waiting", flush=True)
     try:
-        await asyncio.sleep(60)
+        for _ in range(6000):  # awake often: just before a loop sleeps, a signal without a handler of its own is missed
+            await asyncio.sleep(0.01)
     finally:
         print("cleaned up", flush=True)
 
@@ -74,13 +74,19 @@ def test_summary_of_a_run_that_ended_early_is_no_success(monkeypatch, tmp_path, 
     assert run({}, tmp_path, lambda cfg, run_dir: summary) == status
 
 
-def test_sigterm_cleans_up_like_ctrl_c(tmp_path):
+@pytest.mark.parametrize("ctrl_c", [signal.SIG_DFL, signal.SIG_IGN], ids=["foreground", "background"])
+def test_sigterm_cleans_up_like_ctrl_c(ctrl_c, tmp_path):
+    """Also where the shell has Ctrl-C ignored, as it does for what a script starts in the background."""
     command = [sys.executable, "-c", WAITS, f"hydra.run.dir={tmp_path}"]
     process = subprocess.Popen(
-        command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, ctrl_c),
     )
     assert process.stdout is not None and process.stdout.readline() == "waiting\n"
-    time.sleep(0.3)  # let it fall asleep: just before, a signal does not wake a Python loop without handlers of its own
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (RESUMABLE, "cleaned up\n", "rlpost: interrupted\n")
