@@ -27,6 +27,9 @@ PACKAGE = Path(__file__).parent
 CONFIG_DIR = PACKAGE / "_config" if (PACKAGE / "_config").is_dir() else PACKAGE.parent / "config"
 
 
+PARITY_GROUPS = 8  # of a step, on average: whose logprobs of the engine and of the trainer are compared
+
+
 @dataclass(slots=True, kw_only=True)
 class Config:
     """Everything a run is made of; each section goes to the component that reads it, never the whole."""
@@ -48,6 +51,13 @@ class Config:
     def __post_init__(self) -> None:
         if broken := list(cross.problems(self)):
             refuse("\n".join(broken))
+
+    @property
+    def logprobs_every(self) -> int:
+        """`rollout.logprobs_every`, where null asks for what parity needs, or for all where a correction is on."""
+        if self.rollout.logprobs_every is not None:
+            return self.rollout.logprobs_every
+        return 1 if self.algo.rollout_correction.is_on else max(1, self.data.train_batch_size // PARITY_GROUPS)
 
 
 SECTIONS: dict[str, type] = {

@@ -76,7 +76,7 @@ ROWS: tuple[Row, ...] = (
     Row(ROLLOUT, "rollout", "checkpoint_engine.backend=weight_sync", "`auto` chooses by topology"),
     Row(ROLLOUT, "rollout", "checkpoint_engine.update_weights_bucket_megabytes=update_weights_bucket_megabytes"),
     Row(ROLLOUT, "rollout", "calculate_log_probs=logprobs_every",
-        "always on; `rollout.logprobs_every=16` asks the engine for those of one group in 16"),
+        "on for about eight groups a step; `rollout.logprobs_every=1` asks the engine for those of all"),
     Row(ROLLOUT, None, "mode", "always asynchronous requests"),
     Row(ROLLOUT, None, "load_format", "the engine loads the checkpoint, the first weight sync replaces it"),
     Row(ROLLOUT, None, "prompt_length response_length", "`data.max_prompt_length` and `data.max_response_length`"),

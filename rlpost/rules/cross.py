@@ -114,10 +114,10 @@ def token_budgets(cfg: "Config") -> Iterator[str]:
 
 def corrections(cfg: "Config") -> Iterator[str]:
     """The engine reports the logprobs that a correction needs."""
-    if cfg.rollout.logprobs_every > 1 and cfg.algo.rollout_correction.is_on:
+    if (cfg.rollout.logprobs_every or 1) > 1 and cfg.algo.rollout_correction.is_on:
         yield (
             f"rollout.logprobs_every={cfg.rollout.logprobs_every} with algo.rollout_correction: the correction needs "
-            "the engine's logprob of every token. Set rollout.logprobs_every=1"
+            "the engine's logprob of every token. Leave rollout.logprobs_every out"
         )
 
 

@@ -138,7 +138,7 @@ def prepare(cfg: Config) -> Facts:
         max_tokens=cfg.data.max_response_length,
         vocab_size=info.vocab_size,
         stop_token_ids=tuple(sorted({*info.stop_token_ids, *cfg.rollout.stop_token_ids})),
-        logprobs_every=cfg.rollout.logprobs_every,
+        logprobs_every=cfg.logprobs_every,
     )
     return Facts(model=info, tokenizer=tokenizer, spec=spec)
 

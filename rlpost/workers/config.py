@@ -225,7 +225,7 @@ class RolloutConfig:
     max_num_batched_tokens: int | None = None  # tokens of one pass; null: the engine's choice
     enforce_eager: bool = False  # no compiled graphs: starts faster, decodes more slowly
     seed_requests: str = "auto"  # a seed of its own for every request, so that it can be repeated; auto: on CPU only
-    logprobs_every: int = 1  # the engine returns logprobs of one group in so many, enough for parity; saves its time
+    logprobs_every: int | None = None  # the engine returns logprobs of one group in so many; null: of about 8 a step
     free_cache_engine: bool = True  # sleep while training when colocated on a GPU
     weight_sync: str = "auto"  # auto (by topology), shm, ipc, gloo, nccl
     weight_sync_timeout_s: float = 300.0  # for a bucket to reach a replica; at most trainer.timeouts.publish_s / 3
@@ -251,11 +251,12 @@ class RolloutConfig:
             refuse(f"rollout.aiter=off and rollout.aiter_kernels.{on[0]}=on contradict each other: drop one")
         _one_of("rollout.aiter_on_fault", self.aiter_on_fault, ("disable", "stop"))
         _at_least("rollout.aiter_max_restarts", self.aiter_max_restarts, 2)
-        for key in ("n", "tensor_model_parallel_size", "num_replicas", "num_workers", "max_num_seqs", "logprobs_every"):
+        for key in ("n", "tensor_model_parallel_size", "num_replicas", "num_workers", "max_num_seqs"):
             _at_least(f"rollout.{key}", getattr(self, key), 1)
         for key in (
             "max_model_len",
             "max_num_batched_tokens",
+            "logprobs_every",
             "weight_sync_timeout_s",
             "update_weights_bucket_megabytes",
             "startup_timeout_s",

@@ -191,3 +191,16 @@ def test_wrong_value_of_a_right_key_is_not_called_an_unknown_key():
 def test_wrong_choice_names_the_near_ones_and_no_way_to_add_it():
     assert "algo=drgpo: no such choice; did you mean 'drgrpo'" in check_overrides(["algo=drgpo"])
     assert "To append" not in check_overrides(["rollout.tempereture=0.7"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "every"),
+    [
+        (["data.train_batch_size=64"], 8),
+        (["data.train_batch_size=5", "actor.ppo_mini_batch_size=5"], 1),
+        (["data.train_batch_size=64", "algo.rollout_correction.rollout_is=token"], 1),
+        (["data.train_batch_size=64", "rollout.logprobs_every=3"], 3),
+    ],
+)
+def test_engine_is_asked_for_the_logprobs_that_parity_and_corrections_need(overrides, every):
+    assert compose(*overrides).logprobs_every == every
