@@ -21,20 +21,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Qwen3Config
+from transformers import PreTrainedTokenizerBase
 
-from benchmarks import instant_engine
+from benchmarks import instant_engine, shapes
 from benchmarks.rollout_paths import PATHS
 from benchmarks.rollout_variants import DEFAULT, Variant, Workload, parse
-from benchmarks.weight_sync import SHAPES as QWEN3
 from rlpost.platform import platform
 from rlpost.trainer.about import versions
 from rlpost.workers.config import ModelConfig
 from rlpost.workers.model import inspect
 
-SHAPES = QWEN3 | {"tiny": (64, 96, 2, 8, True)}  # tiny: the host's time is all there is, as on CPU
-PADDED = 151_936  # rows of Qwen3's embedding, more than any tokenizer here has
 COLUMNS = ("variant", "tokens_per_s", "ms_per_step", "of_best_bare", "seconds", "first_s")
 
 
@@ -42,23 +38,8 @@ def write_shape(shape: str, tokens: PreTrainedTokenizerBase, folder: Path) -> No
     """A randomly initialised Qwen3 of `shape` with someone's tokenizer, unless `folder` holds it already."""
     if (folder / "tokenizer_config.json").is_file():
         return
-    hidden, intermediate, layers, heads, tied = SHAPES[shape]
-    config = Qwen3Config(
-        vocab_size=len(tokens) if shape == "tiny" else PADDED,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=tied,
-        max_position_embeddings=32_768,
-        eos_token_id=tokens.eos_token_id,
-        bos_token_id=None,
-    )
-    torch.manual_seed(0)
-    with platform().device():
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    own = {"vocab_size": len(tokens)} if shape == "tiny" else {}  # larger ones are padded, as Qwen3's are
+    shapes.write(shapes.config(shape, eos_token_id=tokens.eos_token_id, bos_token_id=None, **own), folder)
     tokens.save_pretrained(folder)
 
 
@@ -131,7 +112,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", default="vllm", choices=["vllm", "sglang", "hf", "instant"])
     parser.add_argument("--model", default="maker:rlpost.tasks.quickstart.make_quickstart", help="as model.path")
-    parser.add_argument("--shape", choices=SHAPES, help="a random Qwen3 of this size, with the tokenizer of --model")
+    parser.add_argument(
+        "--shape", choices=shapes.QWEN3, help="a random Qwen3, with the tokenizer of --model"
+    )
     parser.add_argument("--cache", type=Path, default=Path("/tmp/rlpost-benchmarks"), help="for models that are made")
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--n", type=int, default=8)

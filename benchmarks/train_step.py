@@ -24,11 +24,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwen3Config
+from transformers import AutoConfig, PretrainedConfig
 
-from benchmarks import trace
+from benchmarks import shapes, trace
 from benchmarks.common import write
-from benchmarks.weight_sync import SHAPES
 from rlpost.algos.aggregate import loss_weights
 from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import AlgoConfig
@@ -54,26 +53,11 @@ class Load:
 
 def checkpoint(model: str, cache: Path) -> Path:
     """The folder of a checkpoint; a named shape is written there once, with random weights."""
-    if model not in SHAPES and model != "tiny":
+    if model not in shapes.QWEN3:
         return Path(model)
     folder = cache / f"qwen3-{model}"
     if dist.get_rank() == 0 and not (folder / "config.json").exists():
-        hidden, intermediate, layers, heads, tied = (64, 96, 2, 4, True) if model == "tiny" else SHAPES[model]
-        config = Qwen3Config(
-            vocab_size=512 if model == "tiny" else 151_936,
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=min(8, heads // 2),
-            head_dim=128,
-            max_position_embeddings=40_960,
-            tie_word_embeddings=tied,
-        )
-        torch.manual_seed(0)
-        with torch.device(_device()):
-            AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-        platform().empty_cache()
+        shapes.write(shapes.config(model, **({"vocab_size": 512} if model == "tiny" else {})), folder)
     dist.barrier()
     return folder
 
@@ -240,7 +224,7 @@ def _connect() -> None:
 def main() -> None:
     """Measure every combination; what does not fit in memory is a row as well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", default=["0.6b"], help=f"tiny, {', '.join(SHAPES)}, or a folder")
+    parser.add_argument("--model", nargs="+", default=["0.6b"], help=f"{', '.join(shapes.QWEN3)}, or a folder")
     parser.add_argument("--packed", nargs="+", type=int, default=[16384], help="tokens of a micro-batch")
     parser.add_argument("--lengths", nargs="+", default=["long"], help="'long' or a number of tokens")
     parser.add_argument("--checkpointing", nargs="+", choices=["off", "on"], default=["off"])

@@ -14,18 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import Qwen3ForCausalLM
 
+from benchmarks import shapes
 from rlpost.tools.checks.peer import Peer
 from rlpost.workers.weight_sync.base import check_digests
 from rlpost.workers.weight_sync.reader import BucketReader
 from rlpost.workers.weight_sync.sender import Sender
 
-SHAPES = {  # of Qwen3
-    "0.6b": (1024, 3072, 28, 16, True),
-    "1.7b": (2048, 6144, 28, 16, True),
-    "8b": (4096, 12288, 36, 32, False),
-}
 REPEATS = 5
 
 
@@ -33,19 +29,8 @@ class Weights:
     """Plays the train engine: bfloat16 tensors of a Qwen3 shape on GPU 0."""
 
     def __init__(self, shape: str):
-        hidden, intermediate, layers, heads, tied = SHAPES[shape]
-        config = Qwen3Config(
-            vocab_size=151_936,
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=8,
-            head_dim=128,
-            tie_word_embeddings=tied,
-        )
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = Qwen3ForCausalLM(shapes.config(shape))
         self.tensors = {
             name: torch.randn(p.shape, device="cuda:0", dtype=torch.bfloat16) for name, p in model.named_parameters()
         }
@@ -133,7 +118,7 @@ def measure(shape: str, transport: str, bucket_mb: int) -> dict[str, Any]:
 def main() -> None:
     """Measure every shape by every transport; a line of JSON each, and all of them to `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["0.6b", "1.7b"])
+    parser.add_argument("--shape", nargs="+", choices=shapes.QWEN3, default=["0.6b", "1.7b"])
     parser.add_argument("--transport", nargs="+", choices=["ipc", "nccl"], default=["ipc"])
     parser.add_argument("--bucket-mb", nargs="+", type=int, default=[256])
     parser.add_argument("--out", type=Path)

@@ -19,11 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.cell import SHAPES, VOCABULARY, Cell, Lengths, parse_lengths
+from benchmarks.peers.cell import MICRO_TOKENS, Cell, Lengths, parse_lengths
 from benchmarks.peers.process import gpu_name, run
 from benchmarks.peers.steps import summary
 from benchmarks.peers.systems import SYSTEMS, System
 from benchmarks.peers.table import table
+from benchmarks.shapes import VOCABULARY
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = "import json; from benchmarks.common import environment; print(json.dumps(environment()))"
@@ -39,7 +40,9 @@ print(json.dumps(found))
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help=f"{', '.join(SHAPES)} (random weights), or a checkpoint folder")
+    parser.add_argument(
+        "--model", required=True, help=f"{', '.join(MICRO_TOKENS)} (random weights), or a checkpoint folder"
+    )
     parser.add_argument("--tokenizer", type=Path, help="folder of SmolLM2's tokenizer, for random weights")
     parser.add_argument("--systems", default="verl,trl,rlpost", help="in this order")
     parser.add_argument("--lengths", type=parse_lengths, default=parse_lengths("fixed512"))
@@ -63,7 +66,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name in args.systems.split(","):
         if name not in SYSTEMS:
             parser.error(f"--systems {name}: expected some of {', '.join(SYSTEMS)}")
-    if args.model in SHAPES and args.tokenizer is None:
+    if args.model in MICRO_TOKENS and args.tokenizer is None:
         parser.error("--tokenizer: random weights need SmolLM2's folder")
     return args
 
@@ -71,8 +74,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def make_cell(args: argparse.Namespace, work: Path, env: dict[str, str]) -> Cell:
     """Make weights and prompts, in a process that leaves the GPU again."""
     lengths: Lengths = args.lengths
-    shape = SHAPES.get(args.model)
-    folder = work / "models" / f"{args.model if shape else Path(args.model).name}-{lengths.name}"
+    is_shape = args.model in MICRO_TOKENS
+    folder = work / "models" / f"{args.model if is_shape else Path(args.model).name}-{lengths.name}"
     num_prompts = args.prompts * (args.warmup + args.steps + 1)
     command = [sys.executable, "-m", "benchmarks.peers.materials", "--shape", args.model, "--lengths", lengths.text]
     command += ["--out", str(folder), "--num-prompts", str(num_prompts)]
@@ -88,7 +91,7 @@ def make_cell(args: argparse.Namespace, work: Path, env: dict[str, str]) -> Cell
         num_prompts=args.prompts,
         num_samples=args.samples,
         steps=args.warmup + args.steps,
-        micro_tokens=args.micro_tokens or (shape.micro_tokens if shape else 16_384),
+        micro_tokens=args.micro_tokens or MICRO_TOKENS.get(args.model, 16_384),
         gpu_memory_utilization=args.gpu_memory_utilization,
         engine=args.engine,
     )

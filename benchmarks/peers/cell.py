@@ -3,32 +3,12 @@
 import re
 from dataclasses import dataclass
 
-VOCABULARY = 151_936  # Qwen's
 SEED = 0
 MAX_PROMPT = 256  # tokens; the prompts made here take about 70
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """A Qwen3 shape with 8 key-value heads and tied embeddings.
-
-    Attributes:
-        micro_tokens: tokens of one forward and backward pass; without recomputed activations it fits 141 GB with room.
-    """
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    head_dim: int = 128
-    micro_tokens: int = 16_384
-
-
-SHAPES = {
-    "0.6b": Shape(hidden=1024, intermediate=3072, layers=28, heads=16),
-    "1.7b": Shape(hidden=2048, intermediate=6144, layers=28, heads=16, micro_tokens=8192),
-    "tiny": Shape(hidden=32, intermediate=64, layers=2, heads=8, head_dim=32, micro_tokens=1024),
-}
+# tokens of one forward and backward pass; without recomputed activations they fit 141 GB with room
+MICRO_TOKENS = {"0.6b": 16_384, "1.7b": 8192, "tiny": 1024}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,11 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
-import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer
 
-from benchmarks.peers.cell import SEED, SHAPES, VOCABULARY, Lengths, num_stop_ids, parse_lengths
-from rlpost.platform import platform
+from benchmarks import shapes
+from benchmarks.peers.cell import MICRO_TOKENS, SEED, Lengths, num_stop_ids, parse_lengths
+from benchmarks.shapes import VOCABULARY
 from rlpost.tasks.checkpoint import clear, finished, mark
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -72,30 +72,17 @@ def make_model(shape_name: str, lengths: Lengths, source: Path, folder: Path, vo
         return
     clear(folder)
     make_tokenizer(source, folder, vocabulary)
-    tokenizer, shape, device = AutoTokenizer.from_pretrained(str(folder)), SHAPES[shape_name], platform().kind
-    config = Qwen3Config(
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    config = shapes.config(
+        shape_name,
         vocab_size=vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=8,
-        head_dim=shape.head_dim,
-        tie_word_embeddings=True,
-        max_position_embeddings=32_768,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    torch.manual_seed(SEED)
-    with torch.device("cpu" if device == "cpu" else "cuda"):
-        model = Qwen3ForCausalLM(config)
-    if device != "cpu":
-        model.to(torch.bfloat16)
-    model.generation_config.eos_token_id = stop_ids(lengths, vocabulary, tokenizer.eos_token_id) or None
-    model.save_pretrained(str(folder))
+    count = shapes.write(config, folder, stop_ids(lengths, vocabulary, tokenizer.eos_token_id), SEED)
     without_eos(folder, folder / "no_eos")
-    mark(folder, request, {"num_parameters": model.num_parameters()})
+    mark(folder, request, {"num_parameters": count})
 
 
 def adapt_checkpoint(source: Path, folder: Path) -> None:
@@ -139,14 +126,14 @@ def write_prompts(stem: Path, count: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", required=True, help=f"{', '.join(SHAPES)}, or a checkpoint's folder")
+    parser.add_argument("--shape", required=True, help=f"{', '.join(MICRO_TOKENS)}, or a checkpoint's folder")
     parser.add_argument("--lengths", type=parse_lengths, required=True)
     parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer is extended")
     parser.add_argument("--num-prompts", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    if args.shape in SHAPES:
+    if args.shape in MICRO_TOKENS:
         make_model(args.shape, args.lengths, args.tokenizer, args.out, args.vocabulary)
     else:
         adapt_checkpoint(Path(args.shape), args.out)
