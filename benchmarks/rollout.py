@@ -112,9 +112,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", default="vllm", choices=["vllm", "sglang", "hf", "instant"])
     parser.add_argument("--model", default="maker:rlpost.tasks.quickstart.make_quickstart", help="as model.path")
-    parser.add_argument(
-        "--shape", choices=shapes.QWEN3, help="a random Qwen3, with the tokenizer of --model"
-    )
+    parser.add_argument("--shape", choices=shapes.QWEN3, help="a random Qwen3, with the tokenizer of --model")
     parser.add_argument("--cache", type=Path, default=Path("/tmp/rlpost-benchmarks"), help="for models that are made")
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--n", type=int, default=8)
