@@ -1,10 +1,11 @@
 """Bytes of activations that the training engine keeps for each token, layer by layer; pure arithmetic.
 
-What `PackedModel` saves for its backward pass in a compute dtype of b bytes, with the modules of transformers and
-without compilation. An RMSNorm of H numbers: its input in float32 (4 H) and the normalised numbers (b H), which its own
-weight needs. A matrix product: its input, once however many products share it. Attention: queries, keys, values, output
-and a float32 log-sum-exp for each head. The gated MLP: gate, its activation, up and the product of the two. Residual
-sums save nothing. `tests/unit/tools/planning/test_activations.py` holds this to what autograd says it saved.
+What `PackedModel` saves for its backward pass in a compute dtype of b bytes, with the modules of transformers as they
+are; of a compiled layer a share of it (`Efficiency.compiled_kept`). An RMSNorm of H numbers: its input in float32 (4 H)
+and the normalised numbers (b H), which its own weight needs. A matrix product: its input, once however many products
+share it. Attention: queries, keys, values, output and a float32 log-sum-exp for each head. The gated MLP: gate, its
+activation, up and the product of the two. Residual sums save nothing.
+`tests/unit/tools/planning/test_activations.py` holds this to what autograd says it saved.
 """
 
 from rlpost.tools.planning.shapes import Shape
@@ -24,7 +25,7 @@ def attention_bytes(shape: Shape, width: int, kernel: str) -> int:
         shape: of the model.
         width: bytes of the compute dtype.
         kernel: "sdpa" pads to copies; "grouped" takes keys as they are; "repeated" takes a key head for every query
-            head (torch's varlen attention up to 2.11).
+            head (torch's varlen attention on ROCm, up to 2.11).
     """
     queries, keys = shape.query_size, shape.key_size
     norms = norm_bytes(queries + keys, width) + FLOAT * (shape.heads + shape.kv_heads) if shape.qk_norm else 0
@@ -64,22 +65,25 @@ def layer_bytes(shape: Shape, width: int, kernel: str) -> float:
 
 
 def ends_bytes(shape: Shape, width: int, wanted: float) -> float:
-    """Outside the layers for one token: ids and positions, the rotary tables, the last norm, and the rows of hidden
-    states whose logprob is asked for (a share `wanted` of the tokens)."""
+    """Outside the layers for one token: ids and positions, the rotary tables, the last norm and the hidden state that
+    it gives; and of a share `wanted` of the tokens, whose logprob is asked for, row, target and three numbers."""
     tables = 2 * width * shape.head_dim
     indices = 8 * 3
-    return tables + indices + norm_bytes(shape.hidden, width) + wanted * (width * shape.hidden + 5 * FLOAT)
+    return tables + indices + norm_bytes(shape.hidden, width) + width * shape.hidden + wanted * (2 * 8 + 3 * FLOAT)
 
 
-def kept_bytes(shape: Shape, width: int, kernel: str, *, checkpointing: bool, wanted: float = 1.0) -> float:
+def kept_bytes(
+    shape: Shape, width: int, kernel: str, *, checkpointing: bool, wanted: float = 1.0, share: float = 1.0
+) -> float:
     """Everything that is kept from the forward to the backward pass for one token.
 
     Args:
         shape, width, kernel: see `attention_bytes`.
         checkpointing: only the input of each layer is kept; one layer at a time comes on top while it is computed anew.
         wanted: see `ends_bytes`.
+        share: of `layer_bytes` that a layer keeps; less than 1 where it is compiled.
     """
-    each = width * shape.hidden if checkpointing else layer_bytes(shape, width, kernel)
+    each = width * shape.hidden if checkpointing else share * layer_bytes(shape, width, kernel)
     return shape.layers * each + ends_bytes(shape, width, wanted)
 
 

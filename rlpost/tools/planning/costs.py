@@ -39,11 +39,11 @@ def predict_costs(run: Run, engine: Engine) -> Costs:
     """Of a step of mean lengths."""
     decode_step_s, decode_sequence_s, bound = _decoding(run, engine)
     train, update, mfu = _training(run)
-    peak = run.efficiency.matmul * run.device.flops_s * run.tensor_parallel
+    peak = run.efficiency.matmul * run.device.flops_s * run.tensor_parallel * run.cfg.rollout.n  # samples share prompts
     return Costs(
         decode_step_s=decode_step_s,
         decode_sequence_s=decode_sequence_s,
-        prefill_token_s=2 * run.shape.active_parameters / peak / run.cfg.rollout.n,  # the samples share their prompt
+        prefill_token_s=2 * run.shape.active_parameters / peak * run.engines_per_device,
         infer_token_s={name: _inference(run, name) for name in run.inferred},
         train_token_s=train,
         update_s=update,
@@ -60,33 +60,47 @@ def layer_flops(run: Run) -> float:
     return 2.0 * run.shape.layer_matmul + 4.0 * run.shape.softmax_layers * run.shape.query_size * context
 
 
+def _forward_s(run: Run) -> float:
+    """Of all layers for one token."""
+    return _layers_s(run, 1, run.efficiency.forward_traffic * _compiled(run, run.efficiency.compiled_forward))
+
+
+def _backward_s(run: Run) -> float:
+    return _layers_s(run, 2, run.efficiency.backward_traffic * _compiled(run, run.efficiency.compiled_backward))
+
+
+def _compiled(run: Run, share: float) -> float:
+    return share if run.compiled else 1.0
+
+
 def _layers_s(run: Run, flops_factor: float, traffic: float) -> float:
     kept = run.shape.layers * layer_bytes(run.shape, run.train_width, run.kernel)
     peak = run.efficiency.matmul * run.device.flops_s
     return flops_factor * layer_flops(run) / peak + traffic * kept / run.device.memory_bytes_s
 
 
-def _head_s(run: Run, products: int) -> float:
+def _head_s(run: Run, products: int, compiled: float) -> float:
     """One direction of the logprob head, for those tokens whose logprob is wanted."""
     shape, device = run.shape, run.device
     flops = products * 2.0 * shape.vocab * shape.hidden / (run.efficiency.matmul * device.flops_s)
-    return run.wanted * (flops + run.efficiency.head_passes * FLOAT * shape.vocab / device.memory_bytes_s)
+    passes = run.efficiency.head_passes * _compiled(run, compiled)
+    return run.wanted * (flops + passes * FLOAT * shape.vocab / device.memory_bytes_s)
 
 
 def _inference(run: Run, column: str) -> float:
     """Device-seconds a token of one inference pass."""
-    head = 0.0 if column == "values" else _head_s(run, 1)
-    return _gathered(run, _layers_s(run, 1, run.efficiency.forward_traffic) + head, passes=1)
+    head = 0.0 if column == "values" else _head_s(run, 1, run.efficiency.compiled_forward)
+    return _gathered(run, _forward_s(run) + head, passes=1)
 
 
 def _training(run: Run) -> tuple[float, float, float]:
     """Device-seconds a token, seconds an update, and the MFU."""
     constants, shape = run.efficiency, run.shape
-    forward = _layers_s(run, 1, constants.forward_traffic)
-    layers = forward + _layers_s(run, 2, constants.backward_traffic)
+    layers = _forward_s(run) + _backward_s(run)
     if run.cfg.model.enable_gradient_checkpointing:
-        layers += forward
-    actor = _gathered(run, layers + _head_s(run, 1) + _head_s(run, 3), passes=2)
+        layers += _forward_s(run)
+    head = _head_s(run, 1, constants.compiled_forward) + _head_s(run, 3, constants.compiled_backward)
+    actor = _gathered(run, layers + head, passes=2)
     critic = _gathered(run, layers, passes=2) if run.cfg.algo.needs_critic else 0.0
     trained = trained_parameters(run, "actor") / run.shards
     update = constants.update_s + ADAM_BYTES * trained / (constants.bandwidth * run.device.memory_bytes_s)
@@ -95,7 +109,7 @@ def _training(run: Run) -> tuple[float, float, float]:
 
 
 def _gathered(run: Run, token_s: float, passes: int) -> float:
-    """Device-seconds a token where FSDP gathers (and sums up) in the background; the longer of the two counts."""
+    """Device-seconds a token where FSDP gathers (and sums up) beside the computation; the longer of the two counts."""
     if run.shards == 1:
         return token_s
     _, num_micro = run.micro_batch(run.cfg.actor)
@@ -106,7 +120,7 @@ def _gathered(run: Run, token_s: float, passes: int) -> float:
     several = run.cfg.cluster.nnodes > 1 and run.shards > (run.cfg.cluster.n_gpus_per_node or 1)
     link = run.device.network_bytes_s if several else run.device.link_bytes_s
     communication = moved * (run.shards - 1) / run.shards / (run.efficiency.collective * link)
-    return max(token_s, communication / tokens)
+    return max(token_s / run.efficiency.sharded, communication / tokens)
 
 
 def _decoding(run: Run, engine: Engine) -> tuple[float, float, str]:
@@ -123,9 +137,10 @@ def _decoding(run: Run, engine: Engine) -> tuple[float, float, str]:
     device_sequence += 2.0 * shape.active_parameters / ranks / (constants.matmul * run.device.flops_s)
     asked = constants.logprob_s / run.cfg.rollout.logprobs_every if run.cfg.rollout.logprobs_every else 0.0
     host_step, host_sequence = constants.host_step_s, constants.host_sequence_s + asked
-    if host_step + batch * host_sequence > device_step + batch * device_sequence:
+    turns = run.engines_per_device  # each has a host process of its own, but waits for the device
+    if host_step + batch * host_sequence > turns * (device_step + batch * device_sequence):
         return host_step, host_sequence, "host"
-    return device_step, device_sequence, "device"
+    return turns * device_step, turns * device_sequence, "device"
 
 
 def _read_share(run: Run, batch: int) -> float:
@@ -149,5 +164,5 @@ def _move(run: Run, engine: Engine) -> float:
     numbers = (parameters if fsdp.param_offload else 0) + (
         2 * trained_parameters(run, "actor") if fsdp.optimizer_offload else 0
     )
-    moved = 2 * FLOAT * numbers / run.shards + 2 * engine.weights
+    moved = 2 * FLOAT * numbers / run.shards + 2 * engine.parts["engine: weights"]
     return run.efficiency.move_s + moved / run.device.host_bytes_s

@@ -4,37 +4,44 @@ import dataclasses
 from dataclasses import dataclass
 
 from rlpost.tools.planning.hardware import GIB
+from rlpost.workers.engine.head import CHUNK_BYTES
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Efficiency:
     """Constants of the model, each a key of the command. Where none is named, a value is an estimate.
 
-    Fitted: the engine on one H200 with Qwen3-0.6B's shape and packs of 16k (126,000 tokens/s inferred, 37,000 trained,
-    30,000 with gradient checkpointing), `benchmarks/results/2026-11-29-h200-first-light.md`.
+    [engine]: fitted to `python -m benchmarks.train_step` on one H200 with torch 2.11: Qwen3-1.7B's shape in packs of
+    16,384 tokens and SmolLM2-135M in packs of 32,768, compiled and not; docs/tools.md has the seconds and bytes. What
+    these leave open is set: `matmul`, `head_passes` and `update_s`.
+    [two]: fitted to colocated steps of Qwen3-1.7B on two H200.
     """
 
     # time
-    matmul: float = 0.6  # of the peak that large matrix products reach
+    matmul: float = 0.8  # of the peak that large matrix products reach; 790 TFLOP/s of an H200
     bandwidth: float = 0.7  # of the peak that reading weights and KV cache reaches
-    forward_traffic: float = 10.8  # bytes moved at peak bandwidth for each byte of activations kept; fitted
-    backward_traffic: float = 30.0  # the same in the backward pass of a layer; fitted
-    head_passes: float = 8.5  # passes over float32 logits, forward, and again backward; fitted
+    forward_traffic: float = 9.4  # bytes moved at peak bandwidth for each byte of activations, not compiled [engine]
+    backward_traffic: float = 22.0  # the same in the backward pass of a layer [engine]
+    head_passes: float = 4.0  # passes over float32 logits, forward, and again backward
+    compiled_forward: float = 0.58  # of that traffic and those passes, where layers and head are compiled [engine]
+    compiled_backward: float = 0.38  # the same backward [engine]
+    sharded: float = 0.8  # of one rank's speed that ranks reach which gather each other's weights [two]
     collective: float = 0.7  # of a link's bandwidth that collectives reach; 326 of 450 GB/s measured on two H200
-    update_s: float = 0.05  # of an optimizer update beside its memory traffic
+    update_s: float = 0.02  # of an optimizer update beside its memory traffic
     host_step_s: float = 0.003  # of the engine's host, a decoding step
-    host_sequence_s: float = 2.2e-5  # and for each sequence; with `logprob_s` 30 ms at 1,024, measured with vLLM 0.24
-    logprob_s: float = 0.8e-5  # for each of them whose logprobs are asked for
+    host_sequence_s: float = 1.7e-5  # and for each sequence; 20.5 ms at 1,024 measured with vLLM 0.24 and SmolLM2
+    logprob_s: float = 2.4e-5  # for each of them whose logprobs are asked for; 44.8 ms where all are, same measurement
     layer_s: float = 2e-5  # of a layer's kernels in a decoding step, however little they do
     all_reduce_s: float = 1e-5  # of tensor parallelism, two a layer
-    sync_s: float = 0.3  # of a weight sync, and
-    sync_bytes_s: float = 4e9  # 3.7e9 measured by IPC and 3.8e9 by NCCL, 2026-11-30
-    move_s: float = 1.3  # of a colocated step: sleep, wake and the caches they empty; measured beside 0.7 s of sync
+    sync_s: float = 0.05  # of a weight sync, and
+    sync_bytes_s: float = 20e9  # by IPC, 0.20 to 0.31 s for 3.44e9 bytes [two]; by NCCL not measured anew
+    move_s: float = 1.3  # of a colocated step: sleep, wake and the caches they empty; measured with an older engine
     # memory
-    allocator: float = 1.05  # reserved over used, of what comes and goes
+    allocator: float = 1.2  # reserved over used, of what comes and goes [engine]
     context_bytes: float = 1.0 * GIB  # of a process: CUDA or HIP context, communicators, libraries
     graph_bytes: float = 1.5 * GIB  # captured graphs of an engine
-    grouped_attention: bool = False  # torch's varlen kernel takes key heads ungrouped: not in torch 2.11
+    compiled_kept: float = 0.58  # of what a layer keeps for its backward pass, where it is compiled [engine]
+    chunk_bytes: int = CHUNK_BYTES["cuda"]  # of the logprob head's logits at a time
     prefill_tokens: int = 8192  # of an engine's pass where rollout.max_num_batched_tokens does not say
     trainer_host_bytes: float = 3.0 * GIB  # of a trainer process
     engine_host_bytes: float = 5.0 * GIB  # of an engine with its processes

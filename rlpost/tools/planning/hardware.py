@@ -20,6 +20,7 @@ class Device:
         link_bytes_s: to all other devices of its host together, one direction.
         network_bytes_s: to other hosts, one direction; a 400 Gb/s card a device is assumed throughout.
         host_bytes_s: to its host's memory, one direction; PCIe 5 x16 in practice.
+        groups_keys: whether torch's varlen attention takes key heads as they are; on ROCm not up to torch 2.11.
         source: of the figures.
     """
 
@@ -30,6 +31,7 @@ class Device:
     link_bytes_s: float
     network_bytes_s: float = 50e9
     host_bytes_s: float = 50e9
+    groups_keys: bool = True
     source: str
 
 
@@ -43,8 +45,9 @@ def _nvidia(name: str, gib: float, memory: float, flops: float, link: float) -> 
 def _amd(name: str, gib: float, memory: float, flops: float, link: float) -> Device:
     source = "AMD Instinct data sheet (dense bfloat16; seven Infinity Fabric links)"
     return Device(
-        name=name, memory_bytes=gib * GIB, memory_bytes_s=memory, flops_s=flops, link_bytes_s=link, source=source
-    )
+        name=name, memory_bytes=gib * GIB, memory_bytes_s=memory, flops_s=flops, link_bytes_s=link, source=source,
+        groups_keys=False,
+    )  # fmt: skip
 
 
 DEVICES = {

@@ -5,15 +5,11 @@ from dataclasses import dataclass, field
 from rlpost.tools.planning.activations import backward_bytes, kept_bytes, layer_bytes, passing_bytes
 from rlpost.tools.planning.run import Run
 from rlpost.workers.config import TrainRoleConfig
-from rlpost.workers.engine.head import CHUNK_BYTES
 
 FLOAT = 4
 TIGHT = 0.95  # of a device: beyond it, what the model does not see may not fit
 SAMPLER_COPIES = 3  # of an engine's float32 logits
 GATHERED_LAYERS = 3  # of FSDP: the one that computes, the next one, and its flat copy
-INFER_CHUNKS = 2.0  # float32 chunks of logits at a time: logits, exponentials
-TRAIN_CHUNKS = 1.5  # probabilities, and them in half precision
-ENTROPY_CHUNKS = 3.5  # with a gradient of the entropy two more
 
 Parts = dict[str, float]  # component -> bytes
 
@@ -68,6 +64,7 @@ class Engine:
     """One tensor-parallel rank of an engine, awake.
 
     Attributes:
+        num_per_device: engines that share a device, and `rollout.gpu_memory_utilization`; all else is of one.
         weights, workspace, graphs, cache: bytes.
         cache_token_bytes: keys and values of one token.
         tokens: that the cache holds, over the whole engine.
@@ -81,17 +78,19 @@ class Engine:
     cache_token_bytes: float
     tokens: float
     slots: int
+    num_per_device: int = 1
     problem: str = ""
 
     @property
     def parts(self) -> Parts:
-        """Components by name."""
-        return {
+        """Components by name, of all engines on a device."""
+        each = {
             "engine: weights": self.weights,
             "engine: KV cache": self.cache,
             "engine: workspace": self.workspace,
             "engine: graphs": self.graphs,
         }
+        return {name: self.num_per_device * size for name, size in each.items()}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,24 +110,25 @@ class Memory:
 def predict_memory(run: Run) -> Memory:
     """All phases. Where engines and trainer share devices, each is there in the other one's phases as well."""
     engine = engine_memory(run)
-    context = {"contexts": run.efficiency.context_bytes}
+    contexts = [run.efficiency.context_bytes * processes for processes in (1, run.engines_per_device)]
     if run.pools.shared:
-        context["contexts"] *= 2
-        resting = {"engine: graphs": engine.graphs} if run.takes_turns else engine.parts
+        contexts = [sum(contexts)] * 2
+        resting = {"engine: graphs": engine.parts["engine: graphs"]} if run.takes_turns else engine.parts
         waiting = _resting_trainer(run)
         where, beside = ("all", "all"), resting
     else:
         waiting, where, beside = {}, ("train", "rollout"), {}
+    of_trainer, of_engines = ({"contexts": size} for size in contexts)
     bucket = {"sync buckets": 2.0 * _bucket_bytes(run)}
-    syncing = beside | ({"engine: weights": engine.weights} if run.takes_turns else {})
+    syncing = beside | ({"engine: weights": engine.parts["engine: weights"]} if run.takes_turns else {})
     phases = [
-        ("train", where[0], _training(run) | beside | context, ""),
-        ("logprob", where[0], _inferring(run) | beside | context, ""),
-        ("sync", where[0], _publishing(run) | bucket | syncing | context, ""),
-        ("generate", where[1], engine.parts | waiting | context, engine.problem),
+        ("train", where[0], _training(run) | beside | of_trainer, ""),
+        ("logprob", where[0], _inferring(run) | beside | of_trainer, ""),
+        ("sync", where[0], _publishing(run) | bucket | syncing | of_trainer, ""),
+        ("generate", where[1], engine.parts | waiting | of_engines, engine.problem),
     ]
     if not run.pools.shared:
-        phases.insert(3, ("sync", where[1], engine.parts | bucket | context, engine.problem))
+        phases.insert(3, ("sync", where[1], engine.parts | bucket | of_engines, engine.problem))
     if not run.inferred:
         phases = [phase for phase in phases if phase[0] != "logprob"]
     capacity = run.device.memory_bytes
@@ -187,8 +187,34 @@ def _mean_layer(run: Run) -> float:
     return (shape.parameters - shape.root_parameters - shape.other_parameters) / shape.layers
 
 
-def _chunk(run: Run, tokens: float, chunks: float) -> float:
-    return chunks * min(CHUNK_BYTES, tokens * run.shape.vocab * FLOAT)
+def _chunk(run: Run, tokens: float) -> tuple[float, float]:
+    """Bytes of the head's float32 logits at a time, and how much of such a chunk the one before still holds."""
+    logits = tokens * run.shape.vocab * FLOAT
+    return min(run.efficiency.chunk_bytes, logits), float(logits > run.efficiency.chunk_bytes)
+
+
+def _head_forward(run: Run, tokens: float) -> float:
+    """Logits beside their exponentials, or beside the chunk before; compiled code writes no exponentials."""
+    chunk, earlier = _chunk(run, tokens)
+    return chunk * (1 + max(earlier, 0.0 if run.compiled else 1.0))
+
+
+def _head_backward(run: Run, tokens: float, embedding: float) -> float:
+    """The worst moment of the head's backward pass; `embedding`: bytes of the weight's gradient in the compute dtype,
+    which is summed up in float32.
+
+    Those moments: a chunk's logits appear while those before and their gradient are there; they turn into a gradient
+    (without compilation, if the entropy has one too, through one more copy); and into the weight's gradient, a product
+    as large as the sum.
+    """
+    chunk, earlier = _chunk(run, tokens)
+    half, summed = run.train_width / FLOAT, FLOAT / run.train_width * embedding
+    copies = 1.0 if run.cfg.algo.entropy_coeff and not run.compiled else 0.0
+    appears = chunk * (1 + earlier * (1 + half)) + summed
+    turns = chunk * (1 + copies + half + earlier * half) + summed
+    adds = chunk * (1 + half) + 2 * summed
+    states = tokens * run.train_width * run.shape.hidden  # their gradient
+    return states + max(appears, turns, adds)
 
 
 def _training(run: Run) -> Parts:
@@ -202,15 +228,15 @@ def _moment(run: Run, role: str, cfg: TrainRoleConfig) -> Parts:
     shape, width, factor = run.shape, run.train_width, run.efficiency.allocator
     tokens, num_micro = run.micro_batch(cfg)
     checkpointing = run.cfg.model.enable_gradient_checkpointing
-    kept = tokens * kept_bytes(shape, width, run.kernel, checkpointing=checkpointing, wanted=run.wanted)
-    anew = tokens * layer_bytes(shape, width, run.kernel) if checkpointing else 0.0
+    share = run.efficiency.compiled_kept if run.compiled else 1.0
+    kept = tokens * kept_bytes(shape, width, run.kernel, checkpointing=checkpointing, wanted=run.wanted, share=share)
+    anew = tokens * share * layer_bytes(shape, width, run.kernel) if checkpointing else 0.0
     trained = trained_parameters(run, role)
     gradients = FLOAT * trained / run.shards
     full = trained == shape.parameters
     embedding = width * shape.vocab * shape.hidden if full else 0.0
     reduced = (width + 2 * FLOAT) * _mean_layer(run) if full else 0.0  # a layer's gradients on their way to all ranks
-    chunks = ENTROPY_CHUNKS if run.cfg.algo.entropy_coeff else TRAIN_CHUNKS
-    head = 0.0 if role == "critic" else _chunk(run, tokens, chunks) + (FLOAT + width) / width * embedding
+    head = 0.0 if role == "critic" else max(_head_forward(run, tokens), _head_backward(run, tokens, embedding))
     before = gradients if num_micro > 1 else 0.0
     moments = [
         {"activations": factor * kept, "logits": factor * head, "gradients": before},
@@ -230,7 +256,7 @@ def _inferring(run: Run) -> Parts:
     tokens = max(run.micro_batch(cfg)[0] for cfg in _roles(run).values())
     if run.cfg.algo.needs_reference and run.cfg.ref.log_prob_max_token_len_per_gpu is not None:
         tokens = max(tokens, run.cfg.ref.log_prob_max_token_len_per_gpu)
-    head = tokens * 2 * width * shape.hidden + _chunk(run, tokens, INFER_CHUNKS)
+    head = tokens * 2 * width * shape.hidden + _head_forward(run, tokens)
     layer = tokens * passing_bytes(shape, width, run.kernel)
     return (
         _kept_state(run, params=True, optimizer=True)
@@ -268,7 +294,8 @@ def _resting_trainer(run: Run) -> Parts:
 def engine_memory(run: Run) -> Engine:
     """What `rollout.gpu_memory_utilization` holds: with SGLang weights and cache alone, with vLLM its workspace too."""
     shape, rollout, ranks = run.shape, run.cfg.rollout, run.tensor_parallel
-    share = rollout.gpu_memory_utilization * run.device.memory_bytes
+    count = run.engines_per_device
+    share = rollout.gpu_memory_utilization * run.device.memory_bytes / count
     weights = run.engine_width * shape.parameters / ranks
     passing = run.engine_width * (4 * shape.hidden + 3 * _widest(run) / ranks)
     batched = rollout.max_num_batched_tokens or run.efficiency.prefill_tokens
@@ -282,7 +309,7 @@ def engine_memory(run: Run) -> Engine:
     typical = (run.prompt_tokens + run.mean_length) * per_token + states
     problem = ""
     if cache < longest * per_token + states:
-        least = (share - cache + longest * per_token + states) / run.device.memory_bytes
+        least = count * (share - cache + longest * per_token + states) / run.device.memory_bytes
         problem = f"the engine's cache holds no {longest} tokens: rollout.gpu_memory_utilization needs {least:.2f}"
     return Engine(
         weights=weights,
@@ -292,6 +319,7 @@ def engine_memory(run: Run) -> Engine:
         cache_token_bytes=per_token,
         tokens=max(0.0, cache) / per_token,
         slots=max(1, min(rollout.max_num_seqs, int(max(0.0, cache) / typical))),
+        num_per_device=count,
         problem=problem,
     )
 
@@ -310,11 +338,11 @@ def host_memory(run: Run, engine: Engine) -> Parts:
     """One host, at its fullest: what has left the devices, and the processes. Files that are cached do not count."""
     pools, shape, constants = run.pools, run.shape, run.efficiency
     hosts = run.cfg.cluster.nnodes
-    trainers, engines = pools.train / hosts, pools.rollout / run.tensor_parallel / hosts
+    trainers, engines = pools.train / hosts, run.engines_per_device * pools.rollout / run.tensor_parallel / hosts
     resident, offloaded = _kept_state(run, params=False, optimizer=False), _kept_state(run, params=True, optimizer=True)
     moved = sum(offloaded.values()) - sum(resident.values()) if run.takes_turns else 0.0
     reference = sum(_reference(run, awake=True).values()) - sum(_reference(run).values())
-    asleep = engine.weights * pools.rollout / hosts if run.takes_turns else 0.0
+    asleep = engine.parts["engine: weights"] * pools.rollout / hosts if run.takes_turns else 0.0
     batch = 64.0 * run.rows * run.longest  # columns of the driver's batch, and their copies on the way
     return _present(
         {

@@ -75,6 +75,7 @@ def _facts(run: Run) -> dict[str, Any]:
         "shared": pools.shared,
         "shards": run.shards,
         "tensor_parallel": run.tensor_parallel,
+        "engines_per_device": run.engines_per_device,
         "answers": run.rows,
         "updates": run.updates,
         "prompt_tokens": run.prompt_tokens,
@@ -89,10 +90,12 @@ def _headline(run: Run) -> str:
     if shape.experts:
         size += f", {shape.active_parameters / 1e9:.3g}e9 active"
     where = "shared" if pools.shared else f"{pools.train} train, {pools.rollout} roll out"
+    sharing = f", {run.engines_per_device} on each GPU" if run.engines_per_device > 1 else ""
     return "\n".join(
         [
             f"{shape.name} ({size}) on {pools.total} {run.device.name} ({where}; {run.shards} shards, engines of "
-            f"{run.tensor_parallel}), trainer={cfg.trainer.name} algo={cfg.algo.name} rollout={cfg.rollout.name}",
+            f"{run.tensor_parallel}{sharing}), trainer={cfg.trainer.name} algo={cfg.algo.name} "
+            f"rollout={cfg.rollout.name}",
             f"{cfg.data.train_batch_size} prompts x {cfg.rollout.n} answers a step, {run.prompt_tokens} + "
             f"{run.mean_length:g} tokens each, at most {run.longest}; {run.updates} updates",
         ]

@@ -88,6 +88,17 @@ class Run:
         return self.cfg.rollout.tensor_model_parallel_size
 
     @property
+    def engines_per_device(self) -> int:
+        """Engines that share each device of rollout."""
+        apart = self.pools.rollout // self.tensor_parallel
+        return (self.cfg.rollout.num_replicas or apart) // apart
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the trainer's layers and head are compiled: on a GPU, unless the config says off."""
+        return self.cfg.model.compile != "off"
+
+    @property
     def train_width(self) -> int:
         """Bytes of the trainer's compute dtype."""
         return WIDTHS[self.cfg.actor.dtype]
@@ -103,7 +114,7 @@ class Run:
         if self.cfg.model.attn_implementation == "sdpa" or self.train_width == 4:
             return "sdpa"
         varlen = self.cfg.model.attn_implementation in ("auto", "varlen")
-        return "repeated" if varlen and not self.efficiency.grouped_attention else "grouped"
+        return "repeated" if varlen and not self.device.groups_keys else "grouped"
 
     @property
     def mean_length(self) -> float:

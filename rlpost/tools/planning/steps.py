@@ -43,7 +43,7 @@ def scenario_of(run: Run, costs: Costs, engine: Engine) -> Scenario:
     trainer, pools = run.cfg.trainer, run.pools
     values: dict[str, Any] = {
         "devices": float(pools.total),
-        "devices_per_replica": float(run.tensor_parallel),
+        "devices_per_replica": run.tensor_parallel / run.engines_per_device,
         "slots": engine.slots,
         "batch": run.cfg.data.train_batch_size,
         "n": run.cfg.rollout.n,

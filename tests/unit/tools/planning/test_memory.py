@@ -15,6 +15,7 @@ from rlpost.tools.planning.memory import predict_memory
 from rlpost.tools.planning.run import read_run
 from rlpost.workers.config import ActorConfig, ModelConfig
 from rlpost.workers.engine.fsdp import FSDPEngine
+from rlpost.workers.engine.head import CHUNK_BYTES
 from tests.tiny import write_qwen3
 
 LENGTH, VOCAB, LAYERS = 128, 2048, 6
@@ -71,7 +72,8 @@ def peak_bytes(work, trace: Path) -> int:
 def planned(folder: Path, sequences: int, num_micro: int, checkpointing: bool, *more: str):
     batch = sequences * num_micro // 2
     words = [
-        "num_gpus=1", f"shape={folder}", "allocator=1", "model.attn_implementation=sdpa", "algo.use_kl_loss=false",
+        "num_gpus=1", f"shape={folder}", "allocator=1", f"chunk_bytes={CHUNK_BYTES['cpu']}", "model.compile=off",
+        "model.attn_implementation=sdpa", "algo.use_kl_loss=false",
         "rollout.n=2", f"data.train_batch_size={batch}", f"actor.ppo_mini_batch_size={batch}", "prompt_tokens=1",
         f"actor.ppo_max_token_len_per_gpu={sequences * LENGTH}", "data.max_prompt_length=1",
         f"data.max_response_length={LENGTH - 1}", f"mean_length={LENGTH - 1}",
@@ -156,6 +158,20 @@ def test_cache_is_what_the_share_leaves_and_bounds_the_slots():
         read_run([*GPU_8B, "mean_length=2000", "prompt_tokens=256", "rollout.gpu_memory_utilization=0.2"])
     ).engine
     assert small.slots == int(small.cache / small.cache_token_bytes / 2256) < engine.slots == 256
+
+
+def test_engines_of_one_device_share_its_share():
+    one, two = (predict_memory(read_run([*GPU_8B, f"rollout.num_replicas={count}"])) for count in (8, 16))
+    assert two.engine.parts["engine: weights"] == 2 * one.engine.weights
+    held = [sum(m.engine.parts.values()) - m.engine.parts["engine: graphs"] for m in (one, two)]
+    assert held == pytest.approx([0.5 * 139.8 * GIB] * 2)
+    assert two.engine.cache < one.engine.cache / 2
+    assert two.host["weights of sleeping engines"] == 2 * one.host["weights of sleeping engines"]
+
+
+def test_attention_keeps_a_key_head_for_every_query_head_where_its_kernel_needs_that():
+    nvidia, amd = (read_run([*GPU_8B, f"hardware={name}"]).kernel for name in ("h200", "mi350x"))
+    assert (nvidia, amd) == ("grouped", "repeated")
 
 
 def test_an_engine_whose_cache_holds_no_sequence_is_a_problem():

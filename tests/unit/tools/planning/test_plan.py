@@ -56,7 +56,7 @@ def test_text_shows_phases_components_assumptions_and_notes(capsys):
     assert main(RUNS["qwen3.5-35b-a3b"]) == 0
     text = capsys.readouterr().out
     shown = ["35.1e9 parameters, 2.95e9 active", "actor: optimizer", "engine: KV cache", "of 288.0", "tokens/s"]
-    shown += ["AMD Instinct data sheet", "matmul=0.6", "Note: what linear attention keeps is an estimate"]
+    shown += ["AMD Instinct data sheet", "matmul=0.8", "Note: what linear attention keeps is an estimate"]
     assert [words for words in shown if words not in text] == []
 
 
@@ -103,9 +103,8 @@ def test_wrong_words_are_refused(capsys, words, message):
 
 
 def test_constants_are_keys_of_the_command():
-    run = read_run([*SMALL, "matmul=0.5", "grouped_attention=true", "prefill_tokens=2048"])
-    assert (run.efficiency.matmul, run.efficiency.grouped_attention, run.efficiency.prefill_tokens) == (0.5, True, 2048)
-    assert run.kernel == "grouped" and read_run(SMALL).kernel == "repeated"
+    run = read_run([*SMALL, "matmul=0.5", "chunk_bytes=1024", "prefill_tokens=2048"])
+    assert (run.efficiency.matmul, run.efficiency.chunk_bytes, run.efficiency.prefill_tokens) == (0.5, 1024, 2048)
     assert set(Efficiency.__dataclass_fields__) < set(PLAN_KEYS)
 
 
