@@ -135,7 +135,7 @@ def _decoding(run: Run, engine: Engine) -> tuple[float, float, str]:
     states = shape.linear_layers * shape.linear_layer_numbers * FLOAT / ranks
     device_sequence = (context * engine.cache_token_bytes + 2 * states) / bandwidth
     device_sequence += 2.0 * shape.active_parameters / ranks / (constants.matmul * run.device.flops_s)
-    asked = constants.logprob_s / run.cfg.rollout.logprobs_every if run.cfg.rollout.logprobs_every else 0.0
+    asked = constants.logprob_s / run.cfg.logprobs_every
     host_step, host_sequence = constants.host_step_s, constants.host_sequence_s + asked
     turns = run.engines_per_device  # each has a host process of its own, but waits for the device
     if host_step + batch * host_sequence > turns * (device_step + batch * device_sequence):

@@ -105,7 +105,7 @@ def test_an_engine_that_waits_for_its_host_says_so():
     run, costs, _ = plan(*SMALL)
     assert costs.bound == "host"
     assert costs.decode_step_s == run.efficiency.host_step_s
-    assert costs.decode_sequence_s == run.efficiency.host_sequence_s + run.efficiency.logprob_s
+    assert costs.decode_sequence_s == run.efficiency.host_sequence_s + run.efficiency.logprob_s / run.cfg.logprobs_every
 
 
 def test_few_sequences_read_few_experts():
