@@ -24,14 +24,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from benchmarks import instant_engine, shapes
+from benchmarks.common import write
 from benchmarks.rollout_paths import PATHS
 from benchmarks.rollout_variants import DEFAULT, Variant, Workload, parse
-from rlpost.platform import platform
-from rlpost.trainer.about import versions
 from rlpost.workers.config import ModelConfig
 from rlpost.workers.model import inspect
-
-COLUMNS = ("variant", "tokens_per_s", "ms_per_step", "of_best_bare", "seconds", "first_s")
 
 
 def write_shape(shape: str, tokens: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -93,18 +90,12 @@ def compare(rows: list[dict[str, Any]]) -> None:
         row["of_best_bare"] = round(row["tokens_per_s"] / max(bare), 3) if bare else None
 
 
-def report(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
-    """A Markdown table, and under which circumstances."""
-    facts = versions() | {"device": platform().device_name() if platform().kind != "cpu" else "cpu"}
-    head = [
+def notes(args: argparse.Namespace) -> str:
+    """Under which circumstances it was measured."""
+    return (
         f"{args.engine}, {args.model} {args.shape or ''}: {args.prompts} prompts of {args.prompt_tokens} tokens x "
-        f"{args.n}, {args.lengths} lengths up to {args.max_tokens}, max_num_seqs {args.max_num_seqs}, seed {args.seed}",
-        ", ".join(f"{key} {value}" for key, value in facts.items()),
-        "",
-        "| " + " | ".join(COLUMNS) + " |",
-        "|" + "---|" * len(COLUMNS),
-    ]
-    return "\n".join(head + ["| " + " | ".join(str(row[c]) for c in COLUMNS) + " |" for row in rows])
+        f"{args.n}, {args.lengths} lengths up to {args.max_tokens}, max_num_seqs {args.max_num_seqs}, seed {args.seed}"
+    )
 
 
 def parse_args() -> argparse.Namespace:
@@ -151,14 +142,8 @@ def main() -> None:
     for _, group in groupby(ordered, key=lambda v: v.start):
         rows += measure_apart([variant.name for variant in group], sys.argv[1:])
     compare(rows)
-    table = report(rows, args)
-    print(table)
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        name = f"rollout-{args.engine}-{args.shape or Path(args.model).name.split('.')[-1]}-{args.lengths}"
-        (args.out / f"{name}.md").write_text(table + "\n")
-        facts = {key: str(value) for key, value in vars(args).items()} | versions()
-        (args.out / f"{name}.json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=1))
+    name = f"rollout-{args.engine}-{args.shape or Path(args.model).name.split('.')[-1]}-{args.lengths}"
+    write(args.out, name, rows, notes(args))
 
 
 if __name__ == "__main__":

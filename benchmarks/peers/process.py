@@ -39,7 +39,8 @@ class MemoryPoll:
             screen, terminal = pty.openpty()  # into a pipe it might keep its lines for minutes
             self._process = subprocess.Popen([*query, "-lms", "200"], stdout=terminal)
             os.close(terminal)
-            threading.Thread(target=self._read, args=(screen,), daemon=True).start()
+            self._reader = threading.Thread(target=self._read, args=(screen,), daemon=True)
+            self._reader.start()
 
     def _read(self, screen: int) -> None:
         with suppress(OSError), open(screen, errors="replace") as lines:  # a terminal that closes is an error
@@ -48,10 +49,11 @@ class MemoryPoll:
                     self.peak_mib = max(self.peak_mib or 0, int(line))
 
     def close(self) -> None:
-        """Stop polling."""
+        """Stop polling, and take in what has been said."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            self._reader.join()
 
 
 def gpu_name() -> str:

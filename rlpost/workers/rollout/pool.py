@@ -334,7 +334,7 @@ class RolloutPool:
         await self._actors.start(f"rollout replica {replica}", engine, lambda: engine.call.remote("start"), limit_s)
 
     def _seeds_requests(self) -> bool:
-        """On GPUs a seed costs the engine a kernel for each request and step."""
+        """On GPUs vLLM's first model runner draws each seeded request by a kernel of its own, step after step."""
         return self.cfg.seed_requests == "on" or self.cfg.seed_requests == "auto" and platform().kind == "cpu"
 
     def _make_worker(self) -> ActorHandle:

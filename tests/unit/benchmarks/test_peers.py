@@ -226,14 +226,21 @@ def children(name: str) -> list[int]:
 
 
 def test_memory_poll_keeps_the_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!{sys.executable}\nimport time\nfor n in (10, 30, 20): print(n)\ntime.sleep(600)\n")
+    tool, said = tmp_path / "nvidia-smi", tmp_path / "said"
+    lines = [
+        "import time",
+        "for n in (10, 30, 20): print(n, flush=True)",
+        f"open({str(said)!r}, 'w')",
+        "time.sleep(600)",
+    ]
+    tool.write_text("\n".join([f"#!{sys.executable}", *lines]))
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     poll = MemoryPoll("0")
-    while poll.peak_mib != 30:
+    while not said.exists():
         time.sleep(0.05)
     poll.close()
+    assert poll.peak_mib == 30
 
 
 def test_memory_poll_without_the_tool_knows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
