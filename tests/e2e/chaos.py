@@ -52,7 +52,10 @@ COMMANDS = {  # by what is in their command lines
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Kill:
-    """One that is planned: `delay_s` after `step` was trained. Without a step, after the command was started."""
+    """One that is planned: `delay_s` after `step` was trained. Without a step, after the command was started.
+
+    A command that was started again after `step` is at work before it is struck.
+    """
 
     target: Target
     step: int | None
@@ -136,13 +139,16 @@ class Chaos:
 
     def _carry_out(self, kills: Sequence[Kill], limit_s: float) -> None:
         for kill in kills:
-            if not self._until(lambda kill=kill: kill.step is None or self.step >= kill.step, limit_s):
+            if not self._until(lambda kill=kill: kill.step is None or self._at_work_after(kill.step), limit_s):
                 break
             time.sleep(kill.delay_s)
             if not self._until(lambda kill=kill: bool(self.victims(kill.target)), limit_s):
                 break
             self._strike(kill)
         self._until(lambda: False, limit_s)
+
+    def _at_work_after(self, step: int) -> bool:
+        return self.step >= step and self._last_record() != "start"
 
     def check_processes(self) -> None:
         """That the run, which is over, has left none."""
