@@ -73,26 +73,26 @@ def run(
     env = {**os.environ, **environment, MARK: token, "RAY_TMPDIR": scratch, "PYTHONUNBUFFERED": "1"}
     env.pop("RAY_ADDRESS", None)
     start, memory = time.time(), MemoryPoll(gpu_name())
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    reader = threading.Thread(target=_stamp, args=(process, folder / "log.txt"), daemon=True)
-    reader.start()
-    try:
+    try:  # from before it starts: a signal may come at any time
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        reader = threading.Thread(target=_stamp, args=(process, folder / "log.txt"), daemon=True)
+        reader.start()
         ended = _wait(process, done, start + timeout_s)
     finally:
         end_family(token)
-        process.wait()
         memory.close()
-        reader.join(timeout=10)
         shutil.rmtree(scratch, ignore_errors=True)
+    process.wait()
+    reader.join(timeout=10)
     return Outcome(ended=ended, started_s=start, peak_memory_mib=memory.peak_mib)
 
 
@@ -115,9 +115,9 @@ def _stamp(process: subprocess.Popen[str], path: Path) -> None:
             log.flush()
 
 
-def family(token: str) -> set[int]:
-    """Processes whose environment carries `token`, and their descendants (which may have overwritten theirs)."""
-    needle, found, children = f"{MARK}={token}".encode(), set(), defaultdict(list)
+def family(token: str, mark: str = MARK) -> set[int]:
+    """Processes whose environment has `token` as `mark`, and their descendants (which may have overwritten theirs)."""
+    needle, found, children = f"{mark}={token}".encode(), set(), defaultdict(list)
     for path in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
@@ -134,14 +134,14 @@ def family(token: str) -> set[int]:
     return found
 
 
-def end_family(token: str, patience_s: float = 30.0) -> None:
+def end_family(token: str, mark: str = MARK, patience_s: float = 30.0) -> None:
     """Kill them until none is left.
 
     Raises:
         RuntimeError: some stay.
     """
     deadline = time.time() + patience_s
-    while pids := family(token):
+    while pids := family(token, mark):
         if time.time() > deadline:
             raise RuntimeError(f"processes {sorted(pids)} do not end")
         for pid in pids:
