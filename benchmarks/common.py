@@ -6,12 +6,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rlpost.platform import platform
-from rlpost.trainer.about import versions
-
 
 def environment() -> dict[str, str]:
     """Date, device and versions."""
+    from rlpost.platform import platform  # imports torch, which a table alone does without
+    from rlpost.trainer.about import versions
+
     return {"date": datetime.now(UTC).date().isoformat(), "device": platform().device_name()} | versions()
 
 

@@ -17,6 +17,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -98,10 +99,9 @@ def notes(args: argparse.Namespace) -> str:
     )
 
 
-def parse_args() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", default="vllm", choices=["vllm", "sglang", "hf", "instant"])
+def add_arguments(parser: argparse.ArgumentParser, engines: Sequence[str]) -> None:
+    """Which engine, which model, and the requests of a call."""
+    parser.add_argument("--engine", default="vllm", choices=engines)
     parser.add_argument("--model", default="maker:rlpost.tasks.quickstart.make_quickstart", help="as model.path")
     parser.add_argument("--shape", choices=shapes.QWEN3, help="a random Qwen3, with the tokenizer of --model")
     parser.add_argument("--cache", type=Path, default=Path("/tmp/rlpost-benchmarks"), help="for models that are made")
@@ -112,10 +112,25 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lengths", choices=["fixed", "long"], default="fixed", help="long: log-normal, cut off")
     parser.add_argument("--max-num-seqs", type=int, default=1024)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.6)
-    parser.add_argument("--num-workers", type=int, default=1, help="workflow workers of the pool")
-    parser.add_argument("--replicas", type=int, default=1, help="engines of the pool, all on one GPU")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
+
+
+def prepare(args: argparse.Namespace) -> str:
+    """Write the model of `--shape`, where it is asked for; a short name of what is loaded."""
+    if not args.shape:
+        return Path(args.model).name.split(".")[-1]
+    _, tokenizer = inspect(ModelConfig(path=args.model), args.cache, seed=1)
+    write_shape(args.shape, tokenizer, args.cache / f"qwen3-{args.shape}")
+    return args.shape
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, ["vllm", "sglang", "hf", "instant"])
+    parser.add_argument("--num-workers", type=int, default=1, help="workflow workers of the pool")
+    parser.add_argument("--replicas", type=int, default=1, help="engines of the pool, all on one GPU")
     parser.add_argument("--variants", default="", help="default: " + " ".join(DEFAULT))
     parser.add_argument("--profile", type=Path, help="a folder for vLLM's torch profiler; costs time, so apart")
     parser.add_argument("--out", type=Path, help="a folder for rollout-ENGINE.json and .md")
@@ -134,16 +149,13 @@ def main() -> None:
         return
     for variant in variants:
         variant.check(args.engine)
-    if args.shape:
-        _, tokenizer = inspect(ModelConfig(path=args.model), args.cache, seed=1)
-        write_shape(args.shape, tokenizer, args.cache / f"qwen3-{args.shape}")
+    model = prepare(args)
     rows: list[dict[str, Any]] = []
     ordered = sorted(variants, key=lambda v: v.start)
     for _, group in groupby(ordered, key=lambda v: v.start):
         rows += measure_apart([variant.name for variant in group], sys.argv[1:])
     compare(rows)
-    name = f"rollout-{args.engine}-{args.shape or Path(args.model).name.split('.')[-1]}-{args.lengths}"
-    write(args.out, name, rows, notes(args))
+    write(args.out, f"rollout-{args.engine}-{model}-{args.lengths}", rows, notes(args))
 
 
 if __name__ == "__main__":

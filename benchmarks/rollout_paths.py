@@ -23,7 +23,7 @@ from rlpost.trainer.source import check_rewards, rollout_metrics
 from rlpost.workers.config import ModelConfig, RolloutConfig
 from rlpost.workers.model import ModelInfo, inspect
 from rlpost.workers.placement import Placement, Pools
-from rlpost.workers.rollout.base import ENGINES, SamplingSpec
+from rlpost.workers.rollout.base import ENGINES, RolloutEngine, SamplingSpec
 from rlpost.workers.rollout.pool import RolloutPool
 from rlpost.workers.rollout.served import graph_batch_sizes
 from rlpost.workers.rollout.setup import engine_setup
@@ -36,11 +36,12 @@ def look(args: argparse.Namespace) -> ModelInfo:
     return inspect(ModelConfig(path=path), args.cache, seed=1)[0]
 
 
-def set_environment(variant: Variant, info: ModelInfo, args: argparse.Namespace) -> None:
-    """What a run exports for its engine, and vLLM's model runner where the variant names one."""
-    setup = engine_setup(RolloutConfig(name=args.engine), info, platform(), exported())
+def set_environment(variant: Variant, info: ModelInfo, cfg: RolloutConfig) -> RolloutConfig:
+    """What a run exports for its engine, and vLLM's model runner where the variant names one; `cfg` decided upon."""
+    setup = engine_setup(cfg, info, platform(), exported())
     os.environ.update(setup.env)
     os.environ.update(runner_env(variant))
+    return setup.cfg
 
 
 def runner_env(variant: Variant) -> dict[str, str]:
@@ -55,7 +56,7 @@ def runner_env(variant: Variant) -> dict[str, str]:
 def bare_vllm(variant: Variant, args: argparse.Namespace) -> Iterator[Run]:
     """`vllm.LLM.generate`."""
     info = look(args)
-    set_environment(variant, info, args)
+    set_environment(variant, info, RolloutConfig(name=args.engine))
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -125,7 +126,7 @@ def bare_vllm_arguments(variant: Variant, info: ModelInfo, args: argparse.Namesp
 def bare_sglang(variant: Variant, args: argparse.Namespace) -> Iterator[Run]:
     """`sglang.Engine.generate`."""
     info = look(args)
-    set_environment(variant, info, args)
+    set_environment(variant, info, RolloutConfig(name=args.engine))
     import sglang
 
     engine = sglang.Engine(**bare_sglang_arguments(variant, info, args))
@@ -185,7 +186,7 @@ def bare(variant: Variant, args: argparse.Namespace) -> AbstractContextManager[R
 # --- ours ---
 
 
-def rollout_config(variant: Variant, args: argparse.Namespace) -> RolloutConfig:
+def rollout_config(variant: Variant, args: argparse.Namespace, sleeps: bool = False) -> RolloutConfig:
     """The `rollout` section that says what the variant says."""
     extra: dict[str, Any] = {}
     if "sync" in variant:
@@ -198,7 +199,7 @@ def rollout_config(variant: Variant, args: argparse.Namespace) -> RolloutConfig:
         num_workers=args.num_workers,
         enforce_eager="eager" in variant,
         gpu_memory_utilization=args.gpu_memory_utilization,
-        free_cache_engine=False,
+        free_cache_engine=sleeps,
         engine_kwargs=extra,
         workflow="benchmarks.rollout_paths.given_lengths",
         seed_requests="on" if "seeds" in variant else "off",
@@ -213,38 +214,47 @@ def spec_of(variant: Variant, info: ModelInfo, max_tokens: int) -> SamplingSpec:
 
 
 @contextmanager
-def engine_alone(variant: Variant, args: argparse.Namespace) -> Iterator[Run]:
-    """`RolloutEngine.generate` in this process, all requests at once."""
+def started(
+    variant: Variant, args: argparse.Namespace, sleeps: bool = False
+) -> Iterator[tuple[RolloutEngine, ModelInfo, asyncio.Runner]]:
+    """rlpost's engine in this process, its model, and the loop it lives in; `sleeps`: it can give its memory back."""
     info = look(args)
-    set_environment(variant, info, args)
-    setup = engine_setup(rollout_config(variant, args), info, platform(), exported())
-    engine = ENGINES.get(args.engine, "--engine")(setup.cfg, info, args.prompt_tokens + args.max_tokens)
-
-    async def generate(workload: Workload, variant: Variant, call: int) -> float:
-        requests = workload.requests(call, info.vocab_size)
-        start = time.perf_counter()
-        answers = await asyncio.gather(
-            *(
-                engine.generate(
-                    ids,
-                    spec_of(variant, info, length).for_group(f"{call}/{i}"),
-                    1000 * number if "seeds" in variant else None,
-                    f"{call}/{number}",
-                    n,
-                )
-                for number, (i, ids, n, length) in enumerate(requests)
-            )
-        )
-        seconds = time.perf_counter() - start
-        check(sum(len(c.token_ids) for answer in answers for c in answer), workload)
-        return seconds
-
+    cfg = set_environment(variant, info, rollout_config(variant, args, sleeps))
+    engine = ENGINES.get(args.engine, "--engine")(cfg, info, args.prompt_tokens + args.max_tokens)
     with asyncio.Runner() as runner:
         runner.run(engine.start())
         try:
-            yield lambda workload, variant, call, profiled: runner.run(generate(workload, variant, call))
+            yield engine, info, runner
         finally:
             runner.run(engine.shutdown())
+
+
+async def answer(engine: RolloutEngine, info: ModelInfo, workload: Workload, variant: Variant, call: int) -> float:
+    """Seconds until `engine` has answered all requests of a call, which it gets at once."""
+    requests = workload.requests(call, info.vocab_size)
+    start = time.perf_counter()
+    answers = await asyncio.gather(
+        *(
+            engine.generate(
+                ids,
+                spec_of(variant, info, length).for_group(f"{call}/{i}"),
+                1000 * number if "seeds" in variant else None,
+                f"{call}/{number}",
+                n,
+            )
+            for number, (i, ids, n, length) in enumerate(requests)
+        )
+    )
+    seconds = time.perf_counter() - start
+    check(sum(len(c.token_ids) for answer in answers for c in answer), workload)
+    return seconds
+
+
+@contextmanager
+def engine_alone(variant: Variant, args: argparse.Namespace) -> Iterator[Run]:
+    """`RolloutEngine.generate` in this process, all requests at once."""
+    with started(variant, args) as (engine, info, runner):
+        yield lambda workload, variant, call, profiled: runner.run(answer(engine, info, workload, variant, call))
 
 
 async def given_lengths(prompt: Prompt, n: int, generate: Generate) -> list[Trajectory]:
