@@ -196,7 +196,7 @@ def parse_args() -> argparse.Namespace:
     parser.set_defaults(prompts=64, n=1, max_tokens=32, repeats=5, replicas=1, num_workers=1)
     parser.add_argument("--level", type=int, nargs="+", choices=[1, 2], default=[1], help="1 keeps weights, 2 does not")
     parser.add_argument("--variant", default="engine", help="as of benchmarks.rollout, such as engine+eager")
-    parser.add_argument("--out", type=Path, help="a folder for sleep-ENGINE-MODEL.json and .md")
+    parser.add_argument("--out", type=Path, help="a folder for sleep-ENGINE-MODEL[+CHANGES].json and .md")
     args = parser.parse_args()
     if parse(args.variant).path != "engine":
         parser.error(f"--variant {args.variant}: the path is engine here, which changes may follow")
@@ -219,7 +219,7 @@ def main() -> None:
         )
         if platform().kind == "cpu":
             notes += ". On CPU sleep frees nothing"
-        write(args.out, f"sleep-{args.engine}-{model}", rows, notes)
+        write(args.out, f"sleep-{args.engine}-{model}{args.variant.removeprefix('engine')}", rows, notes)
 
 
 if __name__ == "__main__":
