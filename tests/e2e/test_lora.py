@@ -1,9 +1,7 @@
-"""A LoRA run: the reference is the model with its adapter off, and merged weights reach engine and export; and where
-its time went."""
+"""A LoRA run: the reference is the model with its adapter off, and merged weights reach engine and export."""
 
 import pytest
 
-from rlpost.tools.timelines.lanes import accounted, find_lanes, find_window, read_spans
 from tests.e2e.runs import Run, small
 
 
@@ -20,7 +18,6 @@ def run(checkpoint, tmp_path_factory):
             "data.val_files=null",
             "trainer.total_training_steps=3",
             "trainer.export_hf=true",
-            "trainer.timeline=true",
         ),
     )
     run.succeed()
@@ -45,17 +42,3 @@ def test_export_is_merged(run, checkpoint):
     changed = {name for name in before if not before[name].equal(after[name])}
     projections = {name for name in before if name.endswith("_proj.weight")}
     assert changed == projections and len(changed) == 2 * 7
-
-
-def test_timeline_accounts_for_the_steps_and_shows_every_process(run):
-    spans = read_spans(run.folder)
-    window = find_window(spans, 1, 3, 3)
-    lanes = find_lanes(spans, window, most=8)
-    assert accounted(lanes, window) >= 0.9
-    seconds = {lane.name: lane.seconds() for lane in lanes}
-    assert {"generate", "infer", "train", "publish", "save"} <= seconds["driver"].keys()
-    assert {"infer", "train", "publish", "save"} <= seconds["rank 0"].keys()  # up to the end: the last is step 3's
-    assert {"generate", "publish"} <= seconds["engine 0"].keys()
-    assert "generate" in seconds["workflow 0"] and "reward" in seconds["reward 0"]
-    for name in ("infer", "train"):  # the driver waits for the rank, and for more than that
-        assert seconds["rank 0"][name] < seconds["driver"][name]

@@ -21,6 +21,7 @@ COLORS = {
 OTHER_COLOR = "#444444"
 WIDTH_INCHES, LANE_INCHES, MARGIN_INCHES = 13.0, 0.5, 1.4
 FILL = 0.8  # of a lane's height
+NARROWEST = 1 / 1500  # share of the picture that a piece has at least, so that it is seen
 
 
 def names_of(lanes: Sequence[Lane]) -> list[str]:
@@ -99,12 +100,14 @@ def _stairs(lane: Lane, name: str, base: float, window: Window) -> tuple[list[fl
     heights: list[float] = []
     edges = [mine[0].begin - window.begin]
     for piece in mine:
-        begin, end = piece.begin - window.begin, piece.end - window.begin
+        begin = piece.begin - window.begin
+        end = max(piece.end - window.begin, begin + NARROWEST * window.length_s)
         if begin > edges[-1]:
             heights.append(base)
             edges.append(begin)
-        heights.append(base + FILL * piece.count / peak)
-        edges.append(end)
+        if end > edges[-1]:
+            heights.append(base + FILL * piece.count / peak)
+            edges.append(end)
     return heights, edges
 
 
