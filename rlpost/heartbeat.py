@@ -108,6 +108,7 @@ class Heartbeat:
         self._step: int | None = None
         self._beats = self._written = 0
         self._closed = threading.Event()
+        self._appending = threading.Lock()
         self._dumped = False
         self._stacks: TextIO | None = None
         if folder is not None:
@@ -205,12 +206,13 @@ class Heartbeat:
         )
 
     def _write_ended(self, folder: Path) -> None:
-        lines = []
-        while self._ended:  # others append meanwhile
-            lines.append(json.dumps(asdict(self._ended.popleft())) + "\n")
-        if lines:
-            with open(folder / f"{file_name(self.name)}{SPANS_SUFFIX}", "a") as file:
-                file.write("".join(lines))
+        with self._appending:
+            lines = []
+            while self._ended:  # phases end meanwhile
+                lines.append(json.dumps(asdict(self._ended.popleft())) + "\n")
+            if lines:
+                with open(folder / f"{file_name(self.name)}{SPANS_SUFFIX}", "a") as file:
+                    file.write("".join(lines))
 
     def _answer_request(self, folder: Path) -> None:
         if not self._dumped and (folder / DUMP_REQUEST).exists():

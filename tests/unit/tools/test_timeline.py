@@ -4,11 +4,13 @@ import json
 from dataclasses import asdict
 
 import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
 
 from rlpost.heartbeat import SPANS_SUFFIX, STEP, Span, file_name
 from rlpost.tools.timeline import main
 from rlpost.tools.timelines.lanes import Lane, Piece, Window, accounted, find_lanes, find_window, pieces, read_spans
-from rlpost.tools.timelines.report import as_markdown
+from rlpost.tools.timelines.report import COLORS, as_markdown, draw
 
 TEN_S = Window(steps={4: (100.0, 106.0), 5: (106.0, 110.0)})
 
@@ -134,6 +136,14 @@ def test_table_has_a_row_a_lane_and_a_column_a_phase():
         ["engine (9 processes)", "7.500", "", "", "2.500", "25%"],
     ]
     assert text[-1] == "Phases account for 50.0% of the driver's time."
+
+
+def test_pieces_narrower_than_a_pixel_are_seen(tmp_path):
+    calls = [Piece(name="reward", begin=at, end=at + 1e-6) for at in (101.0, 101.001, 108.0)]
+    image = imread(draw([Lane(name="reward", pieces=calls)], TEN_S, tmp_path / "a.png"))[..., :3]
+    like = abs(image - to_rgb(COLORS["reward"])).max(axis=-1) < 0.2
+    *_, height = sorted(like.sum(axis=0))
+    assert height > 20 and 2 <= (like.sum(axis=0) > height / 2).sum() < 100  # two lines, and the legend
 
 
 def test_what_processes_wrote_is_read_without_a_torn_end(tmp_path):
