@@ -1,6 +1,8 @@
 """What each process of a run is doing, in one small file a process: phase, step, progress; and its stacks on demand.
 
-A thread writes the file every `WRITE_S`, so that it costs the work nothing and depends neither on Ray nor on an event
+On request each process also writes down every phase that has ended, for `rlpost.tools.timeline`.
+
+A thread writes the files every `WRITE_S`, so that it costs the work nothing and depends neither on Ray nor on an event
 loop. Files lie in the run folder: on several nodes it must be on a file system that all of them share, or the driver
 sees the processes of its own node only. Standard library only: reward processes import it too.
 """
@@ -14,8 +16,9 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,6 +29,10 @@ VARIABLE = "RLPOST_HEARTBEATS"  # the folder, for processes that the driver star
 WRITE_S = 1.0
 DUMP_SIGNAL = signal.SIGUSR2  # writes this process's stacks, also while it holds the interpreter's lock
 DUMP_REQUEST = "dump"  # a file of this name in the folder asks all processes for their stacks, on any node
+KEEP_REQUEST = "keep_phases"  # and this one, when they start, to write down their phases
+SETTLE_S = 2 * WRITE_S  # after which what has ended is written, also on a busy machine
+SPANS_SUFFIX = ".phases.jsonl"
+STEP = ("driver", "step")  # name and doing of the phase that holds a whole step of the trainer
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -54,29 +61,62 @@ class Pulse:
     written: int = 0
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Span:
+    """A phase that has ended.
+
+    Attributes:
+        process: such as "driver" or "rank 0".
+        name: of the phase.
+        doing: more about it, such as "train actor".
+        step: of the trainer when it began, None where it is not known.
+        begin, end: in seconds since 1970 by the process's clock.
+    """
+
+    process: str
+    name: str
+    doing: str = ""
+    step: int | None = None
+    begin: float
+    end: float
+
+
 @dataclass(slots=True, eq=False)
 class _Phase:
     name: str
     doing: str
     since: float
+    step: int | None = None
 
 
 class Heartbeat:
     """One process's. Without a folder nothing is written.
 
     Phases nest, and those of concurrent tasks overlap: the last that began and has not ended is shown.
+
+    Args:
+        folder: where everybody writes.
+        name: of this process.
+        keep_phases: ask all processes that start with this folder from now on, this one first, to write down each phase
+            that has ended.
     """
 
-    def __init__(self, folder: Path | None = None, name: str = ""):
+    def __init__(self, folder: Path | None = None, name: str = "", keep_phases: bool = False):
         self.folder, self.name = folder, name
         self._open: list[_Phase] = []
+        self._ended: deque[Span] | None = None  # not written yet; None: they are not kept
         self._step: int | None = None
         self._beats = self._written = 0
         self._closed = threading.Event()
+        self._appending = threading.Lock()
         self._dumped = False
         self._stacks: TextIO | None = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
+            if keep_phases:
+                (folder / KEEP_REQUEST).touch()
+            if (folder / KEEP_REQUEST).exists():
+                self._ended = deque()
             self._stacks = open(stacks_path(folder, name), "w")
             faulthandler.register(DUMP_SIGNAL, self._stacks, all_threads=True)
             self._write(folder)
@@ -85,9 +125,9 @@ class Heartbeat:
     @contextmanager
     def phase(self, name: str, doing: str = "", step: int | None = None) -> Iterator[None]:
         """This process is in phase `name` inside."""
-        entry = _Phase(name, doing, time.time())
         if step is not None:
             self._step = step
+        entry = _Phase(name, doing, time.time(), self._step)
         self._open.append(entry)
         self._beats += 1
         try:
@@ -95,6 +135,8 @@ class Heartbeat:
         finally:
             self._open.remove(entry)
             self._beats += 1
+            if self._ended is not None and name:
+                self._ended.append(self._span(entry))
 
     def beat(self) -> None:
         """Progress was made."""
@@ -124,8 +166,11 @@ class Heartbeat:
             faulthandler.dump_traceback(self._stacks, all_threads=True)
 
     def close(self) -> None:
-        """Write no more."""
+        """Write what is left, and then no more."""
         self._closed.set()
+        if self.folder is not None:
+            with suppress(OSError):  # the folder may be gone
+                self._write_ended(self.folder)
         if self._stacks is not None:
             faulthandler.unregister(DUMP_SIGNAL)
             self._stacks.close()
@@ -136,6 +181,7 @@ class Heartbeat:
         while not self._closed.wait(WRITE_S):
             try:
                 self._write(folder)
+                self._write_ended(folder)
                 self._answer_request(folder)
             except (OSError, ValueError) as error:  # a full disk; or closed this moment
                 if not told and not self._closed.is_set():
@@ -149,6 +195,25 @@ class Heartbeat:
         partial.write_text(json.dumps(asdict(self.pulse())))
         os.replace(partial, path)
 
+    def _span(self, entry: _Phase) -> Span:
+        return Span(
+            process=self.name,
+            name=entry.name,
+            doing=entry.doing,
+            step=entry.step,
+            begin=entry.since,
+            end=time.time(),
+        )
+
+    def _write_ended(self, folder: Path) -> None:
+        with self._appending:
+            lines = []
+            while self._ended:  # phases end meanwhile
+                lines.append(json.dumps(asdict(self._ended.popleft())) + "\n")
+            if lines:
+                with open(folder / f"{file_name(self.name)}{SPANS_SUFFIX}", "a") as file:
+                    file.write("".join(lines))
+
     def _answer_request(self, folder: Path) -> None:
         if not self._dumped and (folder / DUMP_REQUEST).exists():
             self._dumped = True
@@ -158,15 +223,15 @@ class Heartbeat:
 _of_this_process = Heartbeat()
 
 
-def start(folder: str | Path | None, name: str) -> Heartbeat:
-    """Begin the heartbeat of this process, in place of an earlier one; None: keep it to oneself.
+def start(folder: str | Path | None, name: str, keep_phases: bool = False) -> Heartbeat:
+    """Begin the heartbeat of this process, in place of an earlier one; None: keep it to oneself. See `Heartbeat`.
 
     So it is where the folder cannot be made, as on a node that does not share it: the run itself may do without.
     """
     global _of_this_process
     _of_this_process.close()
     try:
-        _of_this_process = Heartbeat(Path(folder) if folder else None, name)
+        _of_this_process = Heartbeat(Path(folder) if folder else None, name, keep_phases)
     except OSError as error:
         logger.warning("%s has no heartbeat: %s", name, error)
         _of_this_process = Heartbeat(None, name)

@@ -77,7 +77,10 @@ def execute(cfg: Config, run_dir: Path) -> dict[str, Any]:
         Preempted: SIGTERM, and no end of the step within `trainer.grace_period_s`, or an error that it may have caused.
     """
     grace_s = cfg.trainer.grace_period_s
-    with watching(run_dir, cfg.trainer.timeouts) as watch, closing(Interrupts(grace_s)) as interrupts:
+    with (
+        watching(run_dir, cfg.trainer.timeouts, cfg.trainer.timeline) as watch,
+        closing(Interrupts(grace_s)) as interrupts,
+    ):
         try:
             return asyncio.run(_execute(cfg, run_dir, watch, interrupts))
         except BaseException as error:  # a cancelled task, or what its cancellation led to
@@ -100,6 +103,8 @@ async def _execute(cfg: Config, run_dir: Path, watch: Watch, interrupts: Interru
         with interrupts.stop(trainer, reporter.note):
             summary = await trainer.fit()
         reporter.finish()
+        if cfg.trainer.timeline:
+            await asyncio.sleep(heartbeat.SETTLE_S)  # those who are about to be killed have then written their phases
         return summary if summary["finished"] else summary | {"stopped_by": interrupts.stopped_by}
 
 

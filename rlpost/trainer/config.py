@@ -67,6 +67,7 @@ class TrainerConfig:
     max_skipped_steps: int = 3  # in a row, after which the run stops all the same
     max_replays_to_keep: int | None = 3  # replay bundles of skipped steps, the newest; null: all
     save_replay_steps: list[int] = field(default_factory=list)  # kept as replay bundles, in <run folder>/replay
+    timeline: bool = False  # every process writes down its phases, for `rlpost.tools.timeline`; see docs/tools.md
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     grace_period_s: float | None = 25.0  # from SIGTERM to the checkpoint after the step; null: no limit
 

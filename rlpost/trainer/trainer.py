@@ -66,17 +66,22 @@ class Trainer:
             await self._validate()
         while self.step < self.total_steps and not self.stop_requested:
             self.step += 1
-            metrics = await self._train_step()
-            self._reporter.step(self.step, scalars(metrics))
-            last = self.step == self.total_steps
-            if last or _due(self.step, self._cfg.test_freq):
-                await self._validate()
-            if last or self.stop_requested or _due(self.step, self._cfg.save_freq):
-                await self._state.save(self.step)
+            with heartbeat.phase(*heartbeat.STEP, step=self.step):
+                await self._whole_step()
         if self.step == self.total_steps and self._cfg.export_hf:
             with heartbeat.phase("save", "export_hf"):
                 await self._workers.call_async("export_hf", self._reporter.folder / "hf")
         return self._reporter.summary(self.step, time.perf_counter() - start, finished=self.step >= self.total_steps)
+
+    async def _whole_step(self) -> None:
+        """A step, and the validation and the checkpoint that are due after it."""
+        metrics = await self._train_step()
+        self._reporter.step(self.step, scalars(metrics))
+        last = self.step == self.total_steps
+        if last or _due(self.step, self._cfg.test_freq):
+            await self._validate()
+        if last or self.stop_requested or _due(self.step, self._cfg.save_freq):
+            await self._state.save(self.step)
 
     async def _train_step(self) -> Metrics:
         """One step: n kept groups in, one new version out, though the weights be the same where it was skipped."""

@@ -30,17 +30,22 @@ CLEAN_UP_S = 60.0  # for everything to be ended in good order
 class Watch:
     """Heartbeat and watchdog of one run. See `watching`.
 
+    Args:
+        run_dir: the run's folder.
+        timeouts: how long phases may take.
+        timeline: all processes write down their phases.
+
     Attributes:
         stalled: what the report says in short, once the run has stalled.
         folder: of the heartbeats.
     """
 
-    def __init__(self, run_dir: Path, timeouts: TimeoutsConfig):
+    def __init__(self, run_dir: Path, timeouts: TimeoutsConfig, timeline: bool = False):
         self.stalled: str | None = None
         self.folder = (run_dir / "heartbeats").resolve()
         self._report = run_dir / "stall"
         shutil.rmtree(self.folder, ignore_errors=True)  # those of an earlier run in this folder
-        self._mine = heartbeat.start(self.folder, DRIVER)
+        self._mine = heartbeat.start(self.folder, DRIVER, keep_phases=timeline)
         self._dog = Watchdog(timeouts.by_phase(), self._pulses)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
@@ -92,9 +97,9 @@ class Watch:
 
 
 @contextmanager
-def watching(run_dir: Path, timeouts: TimeoutsConfig) -> Iterator[Watch]:
-    """This process drives a run inside."""
-    watch = Watch(run_dir, timeouts)
+def watching(run_dir: Path, timeouts: TimeoutsConfig, timeline: bool = False) -> Iterator[Watch]:
+    """This process drives a run inside. See `Watch`."""
+    watch = Watch(run_dir, timeouts, timeline)
     try:
         with heartbeat.phase("driver"):
             yield watch

@@ -220,6 +220,7 @@ class ModelWorker:
 
     # --- memory ---
 
+    @heartbeat.during("memory")
     def offload(self, params: bool, optimizer: bool) -> None:
         """Move to the host what each role's `fsdp.param_offload` and `fsdp.optimizer_offload` allow."""
         for role in ("actor", "critic"):
@@ -231,6 +232,7 @@ class ModelWorker:
         platform().empty_cache()
 
     @_explain_oom
+    @heartbeat.during("memory")
     def reload(self) -> None:
         """Bring everything that trains back to the device."""
         for role in ("actor", "critic"):

@@ -59,8 +59,9 @@ def nan(prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
     return [float("nan")] * len(answers)
 
 
-def fails_at_times(prompt: Prompt, answers: Sequence[Answer]) -> list[float | RewardError]:
+def fails_at_times(prompt: Prompt, answers: Sequence[Answer], pause_s: float = 0.0) -> list[float | RewardError]:
     """Like `parity_apart`, but the first answer to every fifth prompt cannot be scored: 5 % of 4 answers a prompt."""
+    time.sleep(pause_s)
     fails = prompt.index % 5 == 0 and not prompt.id.startswith("val.")
     scores: list[float | RewardError] = list(_parity(answers))
     return [RewardError("out of order"), *scores[1:]] if fails else scores

@@ -1,5 +1,6 @@
 """What a process says about itself, and how it is asked for its stacks."""
 
+import json
 import subprocess
 import sys
 import time
@@ -7,7 +8,7 @@ import time
 import pytest
 
 from rlpost import heartbeat
-from rlpost.heartbeat import Heartbeat, read_pulses, stacks_path
+from rlpost.heartbeat import SPANS_SUFFIX, Heartbeat, read_pulses, stacks_path
 
 HANGS = """
 import sys, time
@@ -92,6 +93,51 @@ def test_file_follows_the_process(tmp_path, beating):
         until(lambda: read_pulses(tmp_path)[0].phase == "infer")
         (now,) = read_pulses(tmp_path)
     assert now.name == "rank 0" and now.doing == "ref" and now.written > first.written and now.beats > first.beats
+
+
+def spans(folder, name):
+    path = folder / f"{name}{SPANS_SUFFIX}"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_ended_phases_are_written_down_where_that_was_asked_for(tmp_path):
+    driver = Heartbeat(tmp_path, "driver", keep_phases=True)
+    rank = Heartbeat(tmp_path, "rank 0")  # is not told, except by the folder
+    with driver.phase("train", step=7), rank.phase("train", "train actor"), rank.phase("", "ping"):
+        pass
+    with driver.phase("publish"):
+        driver.close()
+        rank.close()
+    (train,), (of_rank,) = spans(tmp_path, "driver"), spans(tmp_path, "rank_0")
+    begin, end = train.pop("begin"), train.pop("end")
+    assert train == {"process": "driver", "name": "train", "doing": "", "step": 7}
+    assert (of_rank["process"], of_rank["doing"], of_rank["step"]) == ("rank 0", "train actor", None)
+    assert begin <= of_rank["begin"] <= of_rank["end"] <= end
+
+
+def test_ended_phases_are_written_while_the_process_lives(tmp_path):
+    mine = Heartbeat(tmp_path, "rank 0", keep_phases=True)
+    try:
+        for number in range(3):
+            with mine.phase("infer", str(number)):
+                pass
+            until(lambda written=number + 1: len(spans(tmp_path, "rank_0")) == written)
+        with mine.phase("train"), pytest.raises(KeyError), mine.phase("save"):
+            raise KeyError
+    finally:
+        mine.close()
+    assert [(one["name"], one["doing"]) for one in spans(tmp_path, "rank_0")] == [
+        *(("infer", str(number)) for number in range(3)),
+        ("save", ""),
+        ("train", ""),
+    ]
+
+
+def test_no_phase_is_kept_unless_it_was_asked_for(tmp_path, beating):
+    with beating.phase("train"):
+        pass
+    beating.close()
+    assert not list(tmp_path.glob(f"*{SPANS_SUFFIX}"))
 
 
 def test_broken_and_foreign_files_are_left_out(tmp_path, beating):

@@ -14,7 +14,6 @@ from rlpost import heartbeat
 from rlpost.batch import Group, Prompt, Trajectory
 from rlpost.platform import exported, platform
 from rlpost.rewards.config import RewardConfig
-from rlpost.rewards.model import RewardModel
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.placement import Placement
@@ -23,7 +22,7 @@ from rlpost.workers.rollout.base import EngineLost, SamplingSpec, request_seed
 from rlpost.workers.rollout.crew import Crew, Lost
 from rlpost.workers.rollout.liveness import LOST, Actors, NoAnswer, within
 from rlpost.workers.rollout.setup import engine_setup
-from rlpost.workers.rollout.worker import RolloutWorker, WorkflowWorker
+from rlpost.workers.rollout.worker import RewardModelWorker, RolloutWorker, WorkflowWorker
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +97,7 @@ class RolloutPool:
             self.engines = [self._make_engine(replica) for replica in range(self._placement.num_replicas)]
             if self._reward.reward_model.path is not None:
                 self._reward_model = (
-                    ray.remote(RewardModel)
+                    ray.remote(RewardModelWorker)
                     .options(
                         **self._placement.service_options(),
                         max_restarts=cfg.max_restarts,

@@ -1,7 +1,7 @@
-"""The two actors of rollout: one around an engine, one that runs workflows and scores their answers.
+"""The actors of rollout: one around an engine, one that runs workflows and scores their answers, and a reward model's.
 
-Plain classes: `pool.py` makes Ray actors of them. They are processes of their own because an engine's host loop bounds
-decoding and must not wait for rewards.
+Plain classes: `pool.py` makes Ray actors of them. The first two are processes of their own because an engine's host
+loop bounds decoding and must not wait for rewards.
 """
 
 import asyncio
@@ -16,8 +16,9 @@ from rlpost import heartbeat
 from rlpost.batch import Prompt, Provenance, Status, Trajectory
 from rlpost.platform import exported
 from rlpost.rewards.base import Answer, RewardError
-from rlpost.rewards.config import OnError, RewardConfig
+from rlpost.rewards.config import OnError, RewardConfig, RewardModelConfig
 from rlpost.rewards.limits import ErrorKind
+from rlpost.rewards.model import Messages, RewardModel
 from rlpost.rewards.scorer import RewardScorer
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
@@ -26,7 +27,15 @@ from rlpost.workers.rollout.base import ENGINES, Completion, EngineLost, Samplin
 from rlpost.workers.rollout.liveness import LOST, Processes
 from rlpost.workers.rollout.workflow import get_workflow
 
-PHASES = {"start": "start", "begin_update": "publish", "load_bucket": "publish", "finish_update": "publish"}
+PHASES = {
+    "start": "start",
+    "begin_update": "publish",
+    "load_bucket": "publish",
+    "finish_update": "publish",
+    "pause": "pause",
+    "sleep": "memory",
+    "wake": "memory",
+}
 MOMENT_S = 0.005  # answers that come within it travel together
 MAX_RESENDS = 2  # of a request whose replica was lost: it may be what kills them
 
@@ -110,7 +119,7 @@ class WorkflowWorker:
         engines: handles of all `RolloutWorker`s.
         seed: of the run, from which every request gets its own; None: requests have none.
         max_response_length: limit of sampled tokens.
-        reward_model: handle of the actor that serves `RewardModel`, if a term asks it.
+        reward_model: handle of the `RewardModelWorker`, if a term asks it.
     """
 
     def __init__(
@@ -224,6 +233,19 @@ class WorkflowWorker:
                 continue
             t.rewards[places[-1]] = scored.value
             t.reward_parts = scored.parts
+
+
+class RewardModelWorker(RewardModel):
+    """`RewardModel` in a process of its own."""
+
+    def __init__(self, path: str, cfg: RewardModelConfig, device: str):
+        heartbeat.start(exported().get(heartbeat.VARIABLE), heartbeat.numberless("reward model"))
+        super().__init__(path, cfg, device)
+
+    @heartbeat.during("reward")
+    def score(self, texts: Sequence[str | Messages]) -> list[float]:
+        """See `RewardModel.score`."""
+        return super().score(texts)
 
 
 @dataclass(slots=True, kw_only=True)

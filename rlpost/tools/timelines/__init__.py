@@ -1,0 +1,1 @@
+"""See docs/tools.md, section `timeline`."""
