@@ -15,12 +15,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.cell import MICRO_TOKENS, Cell, Lengths, parse_lengths
-from benchmarks.peers.process import gpu_name, run
+from benchmarks.peers.process import gpu_name, run, turn
 from benchmarks.peers.steps import summary
 from benchmarks.peers.systems import SYSTEMS, System
 from benchmarks.peers.table import table
@@ -147,9 +148,14 @@ def device() -> str:
 
 
 def save(out: Path | None, facts: dict[str, Any], row: dict[str, Any]) -> None:
-    """Merge the row into `out` (a system's newest row replaces its older one), and print the table."""
+    """Merge the row into `out` and print the table.
+
+    A system's newest row replaces its older one, unless only the older one has figures.
+    """
     rows = json.loads(out.read_text())["rows"] if out is not None and out.is_file() else []
-    rows = [old for old in rows if old["system"] != row["system"]] + [row]
+    older = next((old for old in rows if old["system"] == row["system"]), None)
+    if older is None or "step_s" in row or "step_s" not in older:
+        rows = [old for old in rows if old is not older] + [row]
     text = table(rows, facts)
     print(text, flush=True)
     if out is not None:
@@ -182,7 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         further = [item.split(":", 1)[1] for item in args.set if item.split(":", 1)[0] == name]
         system, env = SYSTEMS[name](cell, further), system_env(name, paths)
         env |= system.environment
-        row = measure(system, first.get(name, "fast"), args.warmup, env, work, args.timeout)
+        with turn(name) if system.alone else nullcontext():
+            row = measure(system, first.get(name, "fast"), args.warmup, env, work, args.timeout)
         row |= {"device": device(), "versions": ask(VERSIONS, system.packages, env)}
         save(args.out, facts, row)
         if "step_s" not in row:

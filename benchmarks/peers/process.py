@@ -1,5 +1,6 @@
 """One system's process: its output with times, the card's memory meanwhile, and an end that leaves nothing behind."""
 
+import fcntl
 import os
 import pty
 import shutil
@@ -10,8 +11,8 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,6 +114,14 @@ def _stamp(process: subprocess.Popen[str], path: Path) -> None:
         for line in process.stdout:
             log.write(f"{time.time():.3f}\t{line}" if line.endswith("\n") else f"{time.time():.3f}\t{line}\n")
             log.flush()
+
+
+@contextmanager
+def turn(name: str) -> Iterator[None]:
+    """Wait until no other process of this host is in a turn of that name."""
+    with open(Path(tempfile.gettempdir()) / f"benchmark-peers-{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def family(token: str, mark: str = MARK) -> set[int]:

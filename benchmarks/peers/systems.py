@@ -16,12 +16,19 @@ LEARNING_RATE = 1e-6
 
 
 class System(ABC):
-    """A trainer that runs as a process of its own. `variants` are tried in order until one trains."""
+    """A trainer that runs as a process of its own.
+
+    Attributes:
+        packages: whose versions are told.
+        variants: tried in order until one trains.
+        alone: a second one on the same host would disturb it, on another GPU too.
+    """
 
     name: str
     packages: tuple[str, ...]
     variants: tuple[str, ...] = ("fast", "plain")
     environment: dict[str, str] = {}
+    alone = False
 
     def __init__(self, cell: Cell, overrides: Sequence[str] = ()):
         self.cell, self.overrides = cell, list(overrides)
@@ -40,6 +47,7 @@ class Verl(System):
 
     name = "verl"
     packages = ("verl", "vllm", "torch", "transformers", "liger-kernel")
+    alone = True  # its weights go through a socket in /tmp with the number of Ray's job, which every first job has
     environment = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HYDRA_FULL_ERROR": "1", "RAY_DEDUP_LOGS": "0"}
 
     def command(self, variant: str, folder: Path) -> list[str]:
@@ -76,6 +84,7 @@ class Verl(System):
             f"{rollout}.enforce_eager=False",
             f"{rollout}.ignore_eos={cell.lengths.fixed}",
             f"{rollout}.max_num_seqs={cell.num_sequences}",
+            f"{rollout}.max_model_len={MAX_PROMPT + cell.lengths.longest}",
             f"{rollout}.calculate_log_probs=True",
             f"{rollout}.log_prob_use_dynamic_bsz=True",
             f"{rollout}.log_prob_max_token_len_per_gpu={2 * cell.micro_tokens}",
@@ -109,9 +118,10 @@ class Trl(System):
     environment = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
     def micro_sequences(self) -> int:
-        """TRL pads: sequences a pass, a power of two that keeps the token budget at the longest answer."""
-        most = max(1, min(self.cell.num_sequences, self.cell.micro_tokens // self.cell.lengths.longest))
-        return 1 << (most.bit_length() - 1)
+        """TRL pads: sequences a pass, of which a step is a multiple, within the token budget at the longest answer."""
+        total = self.cell.num_sequences
+        most = max(1, min(total, self.cell.micro_tokens // self.cell.lengths.longest))
+        return next(count for count in range(most, 0, -1) if total % count == 0)
 
     def config(self, variant: str, folder: Path) -> dict[str, Any]:
         """Fields of `GRPOConfig`."""

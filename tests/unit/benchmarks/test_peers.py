@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from benchmarks.peers import __main__ as driver
 from benchmarks.peers import materials
 from benchmarks.peers.cell import Cell, Lengths, mean_length, num_stop_ids, parse_lengths, stop_probability
-from benchmarks.peers.process import MARK, MemoryPoll, end_family, family, run
+from benchmarks.peers.process import MARK, MemoryPoll, end_family, family, run, turn
 from benchmarks.peers.reward import compute_score, score_group
 from benchmarks.peers.steps import Step, rlpost_steps, summary, trl_steps, verl_steps
 from benchmarks.peers.systems import SYSTEMS, Rlpost, Trl, Verl
@@ -31,6 +31,17 @@ response_length/mean:512.0 - timing_s/step:38.0 - training/rollout_probs_diff_me
 1073.000\t\x1b[36m(TaskRunnerV1 pid=77)\x1b[0m step:2 - actor/pg_loss:0.1 - timing_s/gen:18.0 - \
 timing_s/step:32.0 - response_length/mean:500.0 - rollout_corr/kl:-0.0003
 1074.000\tFinal validation metrics: None
+"""
+# what verl 0.9.1's own metric functions and console logger print
+VERL_LINE = """\
+5.000\t\x1b[36m(TaskRunnerV1 pid=77)\x1b[0m step:1 - training/rollout_probs_diff_valid:1 - \
+training/rollout_probs_diff_mean:0.006076442077755928 - rollout_corr/kl:0.0029846264515072107 - \
+rollout_corr/k3_kl:6.604194641113281e-05 - rollout_corr/chi2_token:-0.005706191062927246 - \
+response_length/mean:14.5 - response_length/max:16.0 - response_length_non_aborted/mean:14.5 - \
+response/aborted_ratio:0.0 - timing_s/gen:18.123 - timing_s/old_log_prob:3.4 - timing_s/adv:0.1 - \
+timing_s/update_actor:10.0 - timing_s/update_weights:0.5 - timing_s/step:32.0 - \
+timing_per_token_ms/gen:312.4655172413793 - perf/total_num_tokens:96 - perf/mfu/actor:0.15 - actor/lr:1e-06 - \
+training/num_turns/mean:np.float64(2.0) - training/global_step:1 - actor/pg_loss:np.float32(-1.5e-09)
 """
 
 
@@ -133,6 +144,23 @@ def test_verl_steps_reads_the_console_logger() -> None:
     assert second.differences == {"rollout_corr/kl": -0.0003}
 
 
+def test_verl_steps_tells_each_metric_from_its_namesakes() -> None:
+    (step,) = verl_steps(VERL_LINE.splitlines(), num_sequences=4)
+    assert (step.number, step.end_s, step.tokens) == (1, 5.0, 58.0)
+    assert step.phases == {
+        "generate": 18.123,
+        "old_logprobs": 3.4,
+        "update": 10.0,
+        "weight_sync": 0.5,
+        "reported_step": 32.0,
+    }
+    assert step.differences == {
+        "training/rollout_probs_diff_mean": 0.006076442077755928,
+        "rollout_corr/kl": 0.0029846264515072107,
+        "rollout_corr/k3_kl": 6.604194641113281e-05,
+    }
+
+
 def test_trl_steps_reads_the_lines_of_its_script() -> None:
     row = {"step": 2, "end_s": 12.5, "phases": {"update": 3.0}, "completions/mean_length": 20.0}
     row["sampling/sampling_logp_difference/mean"] = 0.02
@@ -188,6 +216,20 @@ def test_trl_takes_as_many_padded_sequences_as_the_budget_holds() -> None:
     assert Trl(cell()).micro_sequences() == 32
     assert Trl(cell(lengths=parse_lengths("longtail"), micro_tokens=8192)).micro_sequences() == 2
     assert Trl(cell(micro_tokens=100)).micro_sequences() == 1
+
+
+def test_trl_generates_and_updates_once_a_step(tmp_path: Path) -> None:
+    for prompts, samples in ((64, 8), (3, 2), (5, 3)):
+        for lengths in (parse_lengths("fixed512"), parse_lengths("longtail")):
+            this = cell(num_prompts=prompts, num_samples=samples, lengths=lengths, micro_tokens=8192)
+            config = Trl(this).config("fast", tmp_path)
+            assert config["per_device_train_batch_size"] * config["gradient_accumulation_steps"] == prompts * samples
+
+
+def test_engines_hold_the_longest_sequence_and_no_more(tmp_path: Path) -> None:
+    this = cell(lengths=parse_lengths("longtail"))
+    assert "actor_rollout_ref.rollout.max_model_len=4352" in Verl(this).command("fast", tmp_path)
+    assert Trl(this).config("fast", tmp_path)["vllm_max_model_length"] == 4352
 
 
 def test_both_forms_of_the_reward_agree() -> None:
@@ -287,6 +329,31 @@ def test_rows_are_merged_and_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "| verl (fast) | done | 2 | 2.0 | 100 | 50 | 2.5 |" in text
     assert "exit 1" not in text
     assert capsys.readouterr().out
+
+
+def test_row_without_figures_replaces_none_with_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = {"system": "trl", "variant": "fast", "device": "H200", "versions": {}, "command": ["x"]}
+    figures = {"step_s": 2.0, "step_s_each": [2.0], "tokens_per_step": 100.0, "tokens_per_s": 50.0, "phases_s": {}}
+    figures |= {"first_step_after_s": 9.0, "peak_memory_mib": None, "differences": {}}
+    out = tmp_path / "out.json"
+    for row in ({"ended": "exit 1"}, {"ended": "done", **figures}, {"ended": "timeout"}):
+        driver.save(out, {}, base | row)
+    assert [row["ended"] for row in json.loads(out.read_text())["rows"]] == ["done"]
+    assert capsys.readouterr().out
+
+
+def test_turns_of_one_name_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    script = "from benchmarks.peers.process import turn\nprint('ready', flush=True)\nwith turn('one'): print('in')"
+    with turn("one"), turn("another"):
+        env = {**os.environ, "PYTHONPATH": str(driver.ROOT)}
+        second = subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True)
+        assert second.stdout is not None
+        assert second.stdout.readline() == "ready\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            second.wait(timeout=1)
+    assert second.communicate(timeout=60)[0] == "in\n"
 
 
 def test_system_env_puts_its_own_packages_first(monkeypatch: pytest.MonkeyPatch) -> None:
