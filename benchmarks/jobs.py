@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import yaml
@@ -83,6 +83,20 @@ def read_jobs(text: str, num_gpus: int) -> list[Job]:
     for number, entry in enumerate(entries, start=1):
         jobs.append(_job(entry, f"job {number}", num_gpus, [job.name for job in jobs]))
     return jobs
+
+
+def select(jobs: Sequence[Job], names: Collection[str]) -> list[Job]:
+    """Those that are named, in the file's order; they wait for none that is left out.
+
+    Raises:
+        ValueError: there is no job of a name.
+    """
+    there = [job.name for job in jobs]
+    for name in names:
+        if name not in there:
+            raise ValueError(f"--only {name}: no such job; {near(name, there)}")
+    chosen = [job for job in jobs if job.name in names]
+    return [replace(job, after=tuple(name for name in job.after if name in names)) for job in chosen]
 
 
 def _job(entry: Any, where: str, num_gpus: int, earlier: Sequence[str]) -> Job:

@@ -1,6 +1,6 @@
 """Measurements as jobs in lanes, one a GPU, on a machine that is lent for a short time.
 
-    python -m benchmarks.session JOBS.yaml --out FOLDER [--gpus 2] [--limit 1500]
+    python -m benchmarks.session JOBS.yaml --out FOLDER [--gpus 2] [--limit 1500] [--only NAME ...]
 
 JOBS.yaml is a list, in the order in which the jobs should have their GPUs:
 
@@ -38,7 +38,7 @@ from pathlib import Path
 from subprocess import DEVNULL
 
 from benchmarks.common import markdown
-from benchmarks.jobs import Job, choose, read_jobs
+from benchmarks.jobs import Job, choose, read_jobs, select
 from benchmarks.peers.process import end_family, family
 
 MARK = "BENCHMARK_SESSION_JOB"  # in the environment of everything that a job starts
@@ -160,8 +160,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--limit", type=float, default=1500, help="seconds")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these jobs; default: all")
     args = parser.parse_args()
     jobs = read_jobs(args.jobs.read_text(), args.gpus)
+    jobs = jobs if args.only is None else select(jobs, args.only)
     args.out.mkdir(parents=True, exist_ok=True)
     records = asyncio.run(run(jobs, args.out.resolve(), args.gpus, args.limit))
     table = markdown([asdict(record) for record in records])

@@ -3,16 +3,18 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from benchmarks import session
-from benchmarks.jobs import Job, choose, read_jobs
+from benchmarks.jobs import Job, choose, read_jobs, select
 from benchmarks.session import Record, run
 
 ROOT = Path(__file__).parents[3]
@@ -97,6 +99,21 @@ def test_read_jobs_understands_every_form_of_gpus() -> None:
 def test_read_jobs_refuses_by_name(entry: str, said: str) -> None:
     with pytest.raises(ValueError, match=rf"job 2.*{said}"):
         read_jobs(f"- {{name: a, command: x, limit_s: 5, gpus: 1}}\n- {entry}", 2)
+
+
+def test_jobs_that_are_selected_wait_for_none_that_is_not() -> None:
+    jobs = [job("a"), job("b", 0, "true", 60, "a"), job("c", 0, "true", 60, "a", "b")]
+    assert [(j.name, j.after) for j in select(jobs, ["c", "b"])] == [("b", ()), ("c", ("b",))]
+    with pytest.raises(ValueError, match="--only bb: no such job.*b"):
+        select(jobs, ["a", "bb"])
+
+
+def test_the_h200s_jobs_name_modules_and_tests_that_exist() -> None:
+    jobs = read_jobs((ROOT / "benchmarks" / "h200.yaml").read_text(), num_gpus=2)
+    modules = {module for job in jobs for module in re.findall(r"-m ((?:benchmarks|rlpost)[.\w]*)", job.command)}
+    assert {"benchmarks.peers", "rlpost.main"} < modules and all(map(find_spec, modules))
+    files = [Path(path) for job in jobs for path in re.findall(r"tests/\S+", job.command)]
+    assert files and all((ROOT / path).is_file() for path in files)
 
 
 def test_jobs_of_one_gpu_run_in_turn_and_see_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
