@@ -50,17 +50,28 @@ def write_report(stalls: Sequence[Stall], dog: Watchdog, heartbeats: Path, folde
 class Report:
     """What is said about `stalls`, given the `threads` of each process by its name.
 
-    Of processes in one phase, those in a collective wait for the others, and the driver waits for whoever is stuck.
+    Of processes in one phase, those in a collective wait for the others, though these have moved a moment later and are
+    not over the limit yet; and the driver waits for whoever is stuck.
     """
 
     def __init__(self, stalls: Sequence[Stall], dog: Watchdog, threads: dict[str, list[list[stacks.Frame]]]):
         self._dog, self._threads = dog, threads
         frames = {name: stacks.collective(found) for name, found in threads.items()}
         self.waits = {name: frame for name, frame in frames.items() if frame is not None}
-        culprits = [stall for stall in stalls if stall.pulse.name not in self.waits] or list(stalls)
-        self.culprits = [stall for stall in culprits if stall.pulse.name != DRIVER] or culprits
+        workers = [stall for stall in stalls if stall.pulse.name != DRIVER]
+        stuck = [stall for stall in workers if stall.pulse.name not in self.waits]
+        self.culprits = stuck or self._awaited(workers) or workers or list(stalls)
         driver = dog.seen.get(DRIVER)
         self._step = None if driver is None else driver.pulse.step
+
+    def _awaited(self, waiting: Sequence[Stall]) -> list[Stall]:
+        """Those in the phase of processes that wait in a collective, who are in none themselves."""
+        limits = {stall.pulse.phase: stall.limit_s for stall in waiting}
+        return [
+            Stall(pulse=one.pulse, stuck_s=self._dog.looked - one.moved, limit_s=limits[one.pulse.phase])
+            for one in self._dog.alive()
+            if one.pulse.phase in limits and one.pulse.name not in {*self.waits, DRIVER}
+        ]
 
     def headline(self) -> list[str]:
         """Who is to blame, what runs on its behalf, and who waits for it."""

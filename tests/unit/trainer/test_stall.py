@@ -77,8 +77,11 @@ def report(*stalls, **texts):
     """Of these stalls and dumps, `rank_0` for "rank 0", in step 4."""
     driver = Pulse(name="driver", host="here", pid=2, phase="train", step=4)
     reward = Pulse(name="reward 7@here", host="here", pid=7, phase="reward", doing="my.slow_reward")
-    dog = Watchdog({"train": 60.0}, lambda: [driver, *([reward] if "reward" in texts else [])], clock=lambda: 0.0)
+    ranks = [stall(name.replace("_", " ")).pulse for name in texts if name.startswith("rank")]
+    pulses = [driver, *ranks, *([reward] if "reward" in texts else [])]
+    dog = Watchdog({"train": 60.0}, lambda: pulses, clock=lambda: 0.0)
     dog.look()
+    dog.looked = 20.0  # nobody has moved since
     names = {"reward": "reward 7@here"}
     return Report(stalls, dog, {names.get(n, n.replace("_", " ")): stacks.parse(text) for n, text in texts.items()})
 
@@ -105,6 +108,13 @@ def test_rank_outside_the_collective_is_to_blame_and_not_those_that_wait_for_it(
     assert first.startswith("rank 1 made no progress in phase 'train' (train actor) of step 4 for 61 s ")
     assert "trainer.timeouts.train_s=60" in first and "slow_loss" in first
     assert second == "rank 0 waits for other ranks in all_reduce (torch/distributed/distributed_c10d.py:3014)"
+
+
+def test_rank_that_is_awaited_is_to_blame_though_it_moved_a_moment_later():
+    stalls = stall("rank 0"), stall("driver", doing="")
+    first, second = report(*stalls, rank_0=IN_COLLECTIVE, rank_1=ASLEEP, driver=WAITING).headline()
+    assert first.startswith("rank 1 made no progress in phase 'train' (train actor) of step 4 for 20 s ")
+    assert "slow_loss" in first and second.startswith("rank 0 waits for other ranks in all_reduce")
 
 
 def test_ranks_that_all_wait_are_all_named():
