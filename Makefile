@@ -5,9 +5,9 @@ SGLANG_VENV ?= .venv-sglang
 SEED ?= 1
 ARGS ?=
 
-# Two at a time fill two cores. Files stay whole, since their tests share what they start, and keep their order: whole
-# runs first, the many short tests last, so that both processes end together.
-PARALLEL = -n 2 --dist loadfile --no-loadscope-reorder
+# Three at a time fill two cores, since whole runs wait a lot. Files stay whole, since their tests share what they start,
+# and keep their order: whole runs first, the many short tests last, so that all processes end together.
+PARALLEL = -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup setup-sglang demo test test-cpu test-sglang lint licenses clean
 

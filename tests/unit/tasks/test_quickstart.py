@@ -1,12 +1,17 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlpost.config import Config
 from rlpost.tasks import quickstart
 from rlpost.tasks.addition import problems
+from rlpost.workers.model import resolve_path
+
+CACHE = Path(Config.cache_dir).expanduser()
 
 
 @pytest.fixture
@@ -67,9 +72,9 @@ def test_quickstart_loss_covers_the_answer_and_its_eos_only():
     assert [tokenizer.decode(row) for row in ids] == ["12+34=46<eos><pad>", "57+68=125<eos>"]
 
 
-def test_quickstart_teacher_forced_accuracy_is_that_of_greedy_decoding(tmp_path):
-    quickstart.make_quickstart(tmp_path, seed=1)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+def test_quickstart_teacher_forced_accuracy_is_that_of_greedy_decoding():
+    path = resolve_path("maker:rlpost.tasks.quickstart.make_quickstart", CACHE, seed=1)  # where whole runs have it
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     page = problems(size=200, seed=2, split="val")
     prompts = torch.tensor([tokenizer(p["prompt"])["input_ids"] for p in page])
     sampled = model.generate(prompts, do_sample=False, max_new_tokens=5)[:, prompts.shape[1] :]
