@@ -11,7 +11,7 @@ from rlpost.tasks import quickstart
 from rlpost.tasks.addition import problems
 from rlpost.workers.model import resolve_path
 
-CACHE = Path(Config.cache_dir).expanduser()
+CACHE = Path(Config().cache_dir).expanduser()
 
 
 @pytest.fixture
