@@ -1,4 +1,5 @@
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from rlpost.tasks import quickstart
 from rlpost.tasks.addition import problems
 from rlpost.workers.model import resolve_path
 
-CACHE = Path(Config().cache_dir).expanduser()
+CACHE = Path(next(f.default for f in fields(Config) if f.name == "cache_dir")).expanduser()
 
 
 @pytest.fixture
