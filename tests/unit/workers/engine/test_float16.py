@@ -45,7 +45,7 @@ def first_moments(engine: FSDPEngine) -> torch.Tensor:
     return torch.cat([state["exp_avg"].full_tensor().flatten() for state in engine.optimizer.state.values()])
 
 
-@pytest.mark.parametrize("factor, retries", [(1.0, 0), (1e5, None), (1e-6, 0)], ids=["plain", "large", "small"])
+@pytest.mark.parametrize("factor, retries", [(1.0, 0), (1e5, None), (1e-7, 0)], ids=["plain", "large", "small"])
 @pytest.mark.parametrize("model", [{}, {"lora_rank": 4}, {"enable_gradient_checkpointing": True}], ids=str)
 def test_update_is_that_of_float32(path, factor, retries, model):
     half, exact = make_engine(path, actor=HALF, model=model), make_engine(path, actor=EXACT, model=model)
@@ -63,7 +63,7 @@ def test_update_is_that_of_float32(path, factor, retries, model):
 def test_gradient_below_its_range_is_0_without_a_scale(path):
     engine = make_engine(path, actor=HALF)
     engine.scaler.scale = 1.0
-    assert update(engine, times(1e-6))["grad_norm"].value < 0.5 * 1e-6
+    assert update(engine, times(1e-7))["grad_norm"].value == 0.0
 
 
 def test_gradient_is_clipped_at_its_size_without_the_scale(path):
