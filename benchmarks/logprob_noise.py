@@ -129,7 +129,7 @@ def main() -> None:
         }
         for dtype, rows in found.items()
     }
-    about = "; ".join(f"{len(e)} tokens, entropy {e.mean():.2f} nats" for e in entropies.values())
+    about = "; ".join(dict.fromkeys(f"{len(e)} tokens, entropy {e.mean():.2f} nats" for e in entropies.values()))
     print(f"| {about} |{''.join(f' {dtype}: mean | median |' for dtype in DTYPES)}\n|---|{'---|---|' * len(DTYPES)}")
     for name in figures[DTYPES[0]]:
         print(f"| {name} |" + "".join(f" {mean} | {median} |" for mean, median in (figures[d][name] for d in DTYPES)))

@@ -130,8 +130,8 @@ class FSDPEngine(TrainEngine):
     ) -> list[Metrics]:
         """Forward and backward of every micro-batch: gradients, summed over ranks, for `update`; metrics of `loss`.
 
-        Gradients are `scaler.scale` times too large.
-        `begin` sees each micro-batch before its forward pass and gives what is run.
+        Gradients are `scaler.scale` times too large. `begin` sees each micro-batch before its forward pass and gives
+        what is run.
         """
         self.model.train()
         self._bad_losses = torch.zeros((), device=self.device)

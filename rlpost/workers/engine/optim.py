@@ -49,7 +49,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter], shard_group: dist.ProcessG
 
 
 @torch.no_grad()
-def clip_(parameters: Sequence[nn.Parameter], norm: float, limit: float, scale: float = 1.0) -> None:
+def clip_(parameters: Sequence[nn.Parameter], norm: float, limit: float, scale: float) -> None:
     """Bring gradients that are `scale` times too large to their size of norm `norm`, or to norm `limit` if less."""
     factor = (limit / norm if norm > limit else 1.0) / scale
     if factor != 1.0:
