@@ -1,11 +1,11 @@
-"""How far bfloat16 itself keeps two logprobs of one token apart: each engine against float32, and against the other.
+"""How far 16 bits keep two logprobs of one token apart: engine and trainer against float32, and against each other.
 
     python -m benchmarks.logprob_noise --model FOLDER [--engine vllm|sglang|none] [--prompts 64] [--tokens 48]
 
 Answers are sampled at temperature 1 (by the engine, or by transformers in float32 with `--engine none`). Their logprobs
-are then computed by transformers in float32 (the truth), in bfloat16 with logits in bfloat16, and in bfloat16 with the
-head in float32. A gate on the mean difference between engine and trainer cannot ask for less than what two bfloat16
-computations of the same model differ by.
+are then computed by transformers in float32 (the truth), and in bfloat16 and float16 with the head in the same and with
+it in float32; an engine runs in both too. A gate on the mean difference between engine and trainer cannot ask for less
+than what two such computations of the same model differ by.
 """
 
 import argparse
@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpost.platform import platform
 
+DTYPES = ("bfloat16", "float16")
+Answer = tuple[list[int], list[float]]  # sampled ids, and their logprobs where an engine sampled
 PROMPT = "Answer with only the final number. {} + {} - {} = ?"
 
 
@@ -32,13 +34,11 @@ def prompts(model: str, count: int, seed: int) -> list[list[int]]:
     return [tokenizer.apply_chat_template(m, add_generation_prompt=True)["input_ids"] for m in messages]
 
 
-def by_vllm(model: str, ids: list[list[int]], num_tokens: int, **arguments: Any) -> list[tuple[list[int], list[float]]]:
-    """Sampled ids and their logprobs."""
+def by_vllm(model: str, dtype: str, ids: list[list[int]], num_tokens: int, **arguments: Any) -> list[Answer]:
+    """Sampled in `dtype`."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(
-        model, dtype="bfloat16", gpu_memory_utilization=0.3, max_model_len=1024, disable_log_stats=True, **arguments
-    )
+    llm = LLM(model, dtype=dtype, gpu_memory_utilization=0.3, max_model_len=1024, disable_log_stats=True, **arguments)
     params = SamplingParams(temperature=1.0, max_tokens=num_tokens, logprobs=0, detokenize=False)
     answers = [o.outputs[0] for o in llm.generate([{"prompt_token_ids": i} for i in ids], params, use_tqdm=False)]
     return [
@@ -46,14 +46,12 @@ def by_vllm(model: str, ids: list[list[int]], num_tokens: int, **arguments: Any)
     ]
 
 
-def by_sglang(
-    model: str, ids: list[list[int]], num_tokens: int, **arguments: Any
-) -> list[tuple[list[int], list[float]]]:
-    """Sampled ids and their logprobs."""
+def by_sglang(model: str, dtype: str, ids: list[list[int]], num_tokens: int, **arguments: Any) -> list[Answer]:
+    """Sampled in `dtype`."""
     import sglang
 
     engine = sglang.Engine(
-        model_path=model, dtype="bfloat16", mem_fraction_static=0.3, skip_tokenizer_init=True,
+        model_path=model, dtype=dtype, mem_fraction_static=0.3, skip_tokenizer_init=True,
         disable_piecewise_cuda_graph=True, **arguments,
     )  # fmt: skip
     params = {"temperature": 1.0, "max_new_tokens": num_tokens, "ignore_eos": True}
@@ -63,7 +61,7 @@ def by_sglang(
     return [([t for t, _ in pair], [p for _, p in pair]) for pair in pairs]
 
 
-def by_transformers(model: str, ids: list[list[int]], num_tokens: int) -> list[tuple[list[int], list[float]]]:
+def by_transformers(model: str, ids: list[list[int]], num_tokens: int) -> list[Answer]:
     """Sampled in float32; logprobs are left to `scores`."""
     device = "cpu" if platform().kind == "cpu" else "cuda"
     net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)
@@ -93,6 +91,19 @@ def scores(model: str, dtype: torch.dtype, sequences: list[tuple[list[int], list
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
+def differences(model: str, dtype: str, engine: str, ids: list[list[int]], answers: list[Answer]) -> dict[str, Tensor]:
+    """`<computation> - <computation>` -> difference of the logprobs, float32 `[N]`; and the `entropy`."""
+    sequences = [(prompt, answer) for prompt, (answer, _) in zip(ids, answers, strict=True)]
+    truth, half = scores(model, torch.float32, sequences), scores(model, getattr(torch, dtype), sequences)
+    columns = {"trainer": half["own_head"], "trainer, head in float32": half["float32_head"]}
+    rows = {f"{name} - float32": column - truth["own_head"] for name, column in columns.items()}
+    if engine != "none":
+        sampled = torch.tensor([p for _, logprobs in answers for p in logprobs])
+        rows[f"{engine} - float32"] = sampled - truth["own_head"]
+        rows |= {f"{engine} - {name}": sampled - column for name, column in columns.items()}
+    return rows | {"entropy": truth["entropy"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
@@ -104,26 +115,26 @@ def main() -> None:
     args = parser.parse_args()
 
     ids = prompts(args.model, args.prompts, args.seed)
-    sample = {"vllm": by_vllm, "sglang": by_sglang, "none": by_transformers}[args.engine]
-    answers = sample(args.model, ids, args.tokens, **args.engine_arguments)
-    sequences = [(prompt, answer) for prompt, (answer, _) in zip(ids, answers, strict=True)]
-    truth = scores(args.model, torch.float32, sequences)
-    half = scores(args.model, torch.bfloat16, sequences)
-    columns = {"trainer": half["own_head"], "trainer, head in float32": half["float32_head"]}
-    if args.engine != "none":
-        columns = {args.engine: torch.tensor([p for _, logprobs in answers for p in logprobs]), **columns}
-    rows = {f"{name} - float32": column - truth["own_head"] for name, column in columns.items()}
-    if args.engine != "none":
-        rows |= {f"{args.engine} - {name}": columns[args.engine] - columns[name] for name in list(columns)[1:]}
+    if args.engine == "none":
+        torch.manual_seed(args.seed)
+        sampled = dict.fromkeys(DTYPES, by_transformers(args.model, ids, args.tokens))
+    else:
+        sample = {"vllm": by_vllm, "sglang": by_sglang}[args.engine]
+        sampled = {dtype: sample(args.model, dtype, ids, args.tokens, **args.engine_arguments) for dtype in DTYPES}
+    found = {dtype: differences(args.model, dtype, args.engine, ids, sampled[dtype]) for dtype in DTYPES}
+    entropies = {dtype: rows.pop("entropy") for dtype, rows in found.items()}
     figures = {
-        name: [round(row.abs().mean().item(), 5), round(row.abs().median().item(), 5)] for name, row in rows.items()
+        dtype: {
+            name: [float(f"{row.abs().mean():.4g}"), float(f"{row.abs().median():.4g}")] for name, row in rows.items()
+        }
+        for dtype, rows in found.items()
     }
-    print(
-        f"| {len(truth['entropy'])} tokens, entropy {truth['entropy'].mean():.2f} nats | mean | median |\n|---|---|---|"
-    )
-    for name, (mean, median) in figures.items():
-        print(f"| {name} | {mean} | {median} |")
-    print(json.dumps({"entropy": truth["entropy"].mean().item(), "mean_median": figures}))
+    about = "; ".join(dict.fromkeys(f"{len(e)} tokens, entropy {e.mean():.2f} nats" for e in entropies.values()))
+    print(f"| {about} |{''.join(f' {dtype}: mean | median |' for dtype in DTYPES)}\n|---|{'---|---|' * len(DTYPES)}")
+    for name in figures[DTYPES[0]]:
+        print(f"| {name} |" + "".join(f" {mean} | {median} |" for mean, median in (figures[d][name] for d in DTYPES)))
+    entropy = {dtype: e.mean().item() for dtype, e in entropies.items()}
+    print(json.dumps({"entropy": entropy, "mean_median": figures}))
 
 
 if __name__ == "__main__":

@@ -49,6 +49,8 @@ class Config:
     cache_dir: str = "~/.cache/rlpost"  # made checkpoints
 
     def __post_init__(self) -> None:
+        if self.rollout.dtype == "auto":
+            self.rollout.dtype = self.actor.dtype
         if broken := list(cross.problems(self)):
             refuse("\n".join(broken))
 

@@ -59,6 +59,8 @@ ROWS: tuple[Row, ...] = (
     Row(ACTOR, "actor", "fsdp_config.param_offload=fsdp.param_offload "
         "fsdp_config.optimizer_offload=fsdp.optimizer_offload "
         "fsdp_config.reshard_after_forward=fsdp.reshard_after_forward fsdp_config.fsdp_size=fsdp.fsdp_size"),
+    Row(ACTOR, "actor", "fsdp_config.dtype=dtype", "of passes; `rollout.dtype=auto` is the same"),
+    Row(ACTOR, None, "fsdp_config.model_dtype", "always float32: master weights"),
     Row(ACTOR, None, "checkpoint.save_contents checkpoint.load_contents",
         "always all that a resume needs; `trainer.export_hf` writes the model besides"),
     Row("actor_rollout_ref.ref", "ref", "log_prob_max_token_len_per_gpu fsdp_config.param_offload=param_offload"),

@@ -57,8 +57,9 @@ def parse_backend(text: str) -> dict[str, str]:
     for key, _, value in pairs:
         if key not in KEYS or not value or (key == "device" and value not in ("cpu", "gpu")):
             raise ValueError(
-                f"'{key}={value}': expected device=cpu or gpu, dtype=float32 or bfloat16, attention=sdpa or "
-                "another of model.attn_implementation, or model=FOLDER; several with commas between them"
+                f"'{key}={value}': expected device=cpu or gpu, dtype=float32, bfloat16 or float16, "
+                "attention=sdpa or another of model.attn_implementation, or model=FOLDER; several with commas between "
+                "them"
             )
     return {key: value for key, _, value in pairs}
 

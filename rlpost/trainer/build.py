@@ -53,7 +53,7 @@ from rlpost.workers.rollout.workflow import get_workflow
 
 logger = logging.getLogger(__name__)
 
-PARITY_LIMIT = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}  # nats, of the engine's dtype
+PARITY_LIMIT = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}  # nats
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -368,10 +368,11 @@ def build_algorithm(cfg: Config) -> Algorithm:
 
 
 def build_gate(cfg: Config, workers: WorkerGroup, mend: Repair | None = None) -> ParityGate:
-    """The parity gate; `trainer.logprob_diff_limit` null means what the engine's dtype allows."""
+    """The parity gate; `trainer.logprob_diff_limit` null means what engine's and actor's dtype allow."""
     limit = cfg.trainer.logprob_diff_limit
     if limit is None:
-        limit = PARITY_LIMIT[str(platform().dtype(cfg.rollout.dtype)).removeprefix("torch.")]
+        dtypes = (platform().dtype(name) for name in (cfg.rollout.dtype, cfg.actor.dtype))
+        limit = max(PARITY_LIMIT[str(dtype).removeprefix("torch.")] for dtype in dtypes)
     trainer, rollout = cfg.trainer, cfg.rollout
     return ParityGate(
         workers,

@@ -59,7 +59,7 @@ class TrainerConfig:
     resume: str = "auto"  # auto, never, or the path of a checkpoint folder
     log_val_generations: int = 3  # sampled answers shown at each validation
     rollout_data_dir: str | None = None  # every rollout as JSONL, one file a step; relative: below the run folder
-    logprob_diff_limit: float | None = None  # null: 1e-3 in float32, 0.05 below; mean over a step's tokens, nats
+    logprob_diff_limit: float | None = None  # mean over tokens, nats; null: 1e-3 float32, 0.01 float16, 0.05 bfloat16
     parity_probe_size: int = 16  # sequences of the probe where old logprobs are not recomputed
     parity_probe_freq: int = 10  # steps without a token of the trainer's own version (async) before it is used again
     profile_steps: list[int] = field(default_factory=list)  # whose training is traced, into <run folder>/profile

@@ -97,4 +97,6 @@ def fault_of_update(role: str, metrics: Metrics) -> Fault | None:
     update, losses = int(metrics[f"{role}/updates"].value), int(metrics[f"{role}/nonfinite_losses"].value)
     part = f"the loss of {losses} micro-batch{'es' * (losses > 1)}" if losses else "the gradient, though no loss,"
     what = f"{part} of the {role}'s update {update} of this step (from 0) is not finite"
+    if f"{role}/loss_scale" in metrics:
+        what += f". float16 ends at 65,504; {role}.dtype=bfloat16 has float32's range"
     return Fault(what=what, role=role, update=update)

@@ -106,6 +106,7 @@ def likely_cause(parity: Parity, after_push: float | None, other_temperature: di
     if parity.mean < 0.2:
         return (
             "precision: small and without direction. Compare rollout.dtype with actor.dtype, and the attention kernels"
+            ". Where both compute in bfloat16, actor.dtype=float16 rollout.dtype=auto agree better"
         )
     return (
         "stale or different weights: pushing them again did not help. Some parameter never reaches the engine (tied "

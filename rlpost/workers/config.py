@@ -6,6 +6,8 @@ from typing import Any
 from rlpost.aiter import FAMILIES as AITER_FAMILIES
 from rlpost.problems import refuse
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
 
 def _switch(key: str, value: str) -> str:
     """auto, on or off; YAML reads a bare on or off as a truth value."""
@@ -102,7 +104,7 @@ class TrainRoleConfig:
     ppo_max_token_len_per_gpu: int = 16384  # token budget of a packed micro-batch
     shuffle: bool = False  # groups over the mini-batches of an epoch
     grad_clip: float = 1.0  # largest norm of the gradient; .inf: no clipping
-    dtype: str = "auto"  # compute dtype: bfloat16 on GPUs, float32 on CPU; master weights are float32
+    dtype: str = "auto"  # passes: auto (bfloat16; float32 on CPU), float32, bfloat16, float16; master weights: float32
     ulysses_sequence_parallel_size: int = 1  # ranks that share a sequence
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
@@ -110,13 +112,7 @@ class TrainRoleConfig:
     def __post_init__(self) -> None:
         at = self._section()
         _one_of(f"{at}.strategy", self.strategy, ("fsdp2",))
-        if self.dtype == "float16":
-            refuse(
-                f"{at}.dtype=float16: training in it needs a loss scaler, which rlpost does not have, or "
-                "small gradients become 0. Set bfloat16, which has float32's range (or float32)"
-            )
-        else:
-            _one_of(f"{at}.dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _one_of(f"{at}.dtype", self.dtype, DTYPES)
         for key in ("ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", "ulysses_sequence_parallel_size"):
             _at_least(f"{at}.{key}", getattr(self, key), 1)
         if not self.grad_clip > 0:
@@ -216,7 +212,7 @@ class RolloutConfig:
     top_p: float = 1.0  # 1: refused below, see docs/design.md
     top_k: int = -1  # -1: refused otherwise
     stop_token_ids: list[int] = field(default_factory=list)  # besides the tokenizer's EOS and the model's
-    dtype: str = "auto"  # auto (bfloat16 on GPUs, float32 on CPU), float32, bfloat16 or float16
+    dtype: str = "auto"  # auto (as actor.dtype), float32, bfloat16 or float16
     tensor_model_parallel_size: int = 1  # devices that share an engine
     num_replicas: int | None = None  # null: as many as the devices hold; a multiple of that: several engines a device
     gpu_memory_utilization: float = 0.5  # share of a GPU's memory for weights and cache of its engines, all together
@@ -278,4 +274,4 @@ class RolloutConfig:
         if not 0.0 < self.gpu_memory_utilization < 1.0:
             refuse(f"rollout.gpu_memory_utilization={self.gpu_memory_utilization}: must lie in (0, 1)")
         _one_of("rollout.weight_sync", self.weight_sync, ("auto", "shm", "ipc", "gloo", "nccl"))
-        _one_of("rollout.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _one_of("rollout.dtype", self.dtype, DTYPES)

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from rlpost.tracking.jsonl import read_jsonl
+from rlpost.trainer.build import PARITY_LIMIT
 from tests.e2e.runs import Run, small
 
-STEP = "trainer.total_training_steps=1"
+STEP, STEPS = "trainer.total_training_steps=1", "trainer.total_training_steps=2"
 
 
 def folders(run: Run) -> dict[str, Path]:
@@ -14,12 +15,17 @@ def folders(run: Run) -> dict[str, Path]:
 
 
 def test_sweep_finishes_every_job_in_a_folder_of_its_own(checkpoint, tmp_path):
-    run = Run(tmp_path, "-m", *small(checkpoint, STEP, "algo=ppo,dapo", "seed=1"))
+    run = Run(tmp_path, "-m", *small(checkpoint, STEPS, "algo=ppo", "actor.dtype=auto,float16"))
     assert run.succeed()["finished"] is True
     jobs = folders(run)
     assert sorted(jobs) == ["0", "1"]
     for path in jobs.values():
-        assert (path / "metrics.jsonl").is_file() and (path / "checkpoints/global_step_1/manifest.json").is_file()
+        assert (path / "metrics.jsonl").is_file() and (path / "checkpoints/global_step_2/manifest.json").is_file()
+        half = [m for m in read_jsonl(path / "metrics.jsonl") if "actor/loss_scale" in m]
+        assert len(half) == (2 if "float16" in path.name else 0)
+        for metrics in half:  # the engine follows the actor's dtype, and agrees with it after updates too
+            assert metrics["train_rollout_logprob_abs_diff/mean"] < PARITY_LIMIT["float16"]
+            assert metrics["actor/grad_norm"] > 0 and metrics["actor/skipped_updates"] == 0
     assert run.stdout.count('"finished": true') == 2
     assert run.left_behind() == []
 

@@ -91,33 +91,36 @@ def _assert_close(result: dict, expected: dict) -> None:
             assert (got - want).norm() <= 1e-4 * want.norm() + 1e-8, name
 
 
-def _compiled_and_not(worker: ModelWorker, path: str) -> dict:
-    """Two updates in bfloat16 with and without torch.compile, whose second pack has other lengths."""
+def _compiled_and_not(worker: ModelWorker, arguments: tuple[str, str]) -> dict:
+    """Two updates in 16 bits with and without torch.compile, whose second pack has other lengths."""
     found: dict = {}
+    path, dtype = arguments
     for setting in ("off", "on"):
-        worker.build(Case(path, model={"compile": setting}, actor={"dtype": "bfloat16"}).setup())
+        worker.build(Case(path, model={"compile": setting}, actor={"dtype": dtype}).setup())
         batch, loss = ragged_batch(), CustomLoss(policy_loss)
         found[setting] = {"before": infer(worker, "actor", batch), "metrics": train(worker, "actor", batch, loss)}
         found[setting]["after"] = infer(worker, "actor", batch)
     return found
 
 
-def test_compiled_update_equals_the_eager_one(path, tmp_path):
-    found = in_ranks(1, _compiled_and_not, str(path), tmp_path, gpus=True)
+@pytest.mark.parametrize("dtype,mean", [("bfloat16", 0.03), ("float16", 0.006)])
+def test_compiled_update_equals_the_eager_one(path, tmp_path, dtype, mean):
+    found = in_ranks(1, _compiled_and_not, (str(path), dtype), tmp_path, gpus=True)
     for when in ("before", "after"):
         difference = (found["on"][when] - found["off"][when]).abs()
-        assert difference.mean() < 0.03 and difference.max() < 0.3, when
+        assert difference.mean() < mean and difference.max() < 10 * mean, when
     norms = [found[setting]["metrics"]["grad_norm"] for setting in ("on", "off")]
     assert norms[0] == pytest.approx(norms[1], rel=0.05)
 
 
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("compile", [False, True])
-def test_head_in_bfloat16_rounds_inputs_only(compile):
+def test_head_in_16_bits_rounds_inputs_only(compile, half):
     generator = torch.Generator("cuda").manual_seed(0)
-    tensors = [torch.randn(n, 64, device="cuda", generator=generator).bfloat16() for n in (300, 1000)]
+    tensors = [torch.randn(n, 64, device="cuda", generator=generator).to(half) for n in (300, 1000)]
     rows, targets = torch.arange(0, 300, 2, device="cuda"), torch.arange(150, device="cuda") * 6
     results = []
-    for dtype in (torch.bfloat16, torch.float64):
+    for dtype in (half, torch.float64):
         hidden, weight = (x.to(dtype).requires_grad_() for x in tensors)
         if dtype == torch.float64:
             log_p = (hidden[rows] @ weight[:990].T / 0.7).log_softmax(-1)

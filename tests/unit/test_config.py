@@ -42,6 +42,14 @@ def test_root_defaults_are_the_quickstart():
     assert cfg.model.path.startswith("maker:") and "addition" in str(cfg.data.train_files)
 
 
+def test_rollout_computes_in_the_actors_dtype_unless_told_otherwise():
+    assert compose().rollout.dtype == "auto"
+    assert compose("actor.dtype=float16").rollout.dtype == "float16"
+    mixed = compose("actor.dtype=float16", "rollout.dtype=bfloat16")
+    assert (mixed.actor.dtype, mixed.rollout.dtype) == ("float16", "bfloat16")
+    assert compose("rollout.dtype=float16").actor.dtype == "auto"
+
+
 def test_a_model_brings_its_learning_rate_and_another_does_not_inherit_it():
     assert compose("model=hf", "model.path=m").actor.optim.lr == 1e-6
     assert compose().actor.optim.lr > 1e-6
@@ -114,8 +122,7 @@ def test_wrong_key_inside_a_sweep_is_found_before_anything_runs():
         ),
         (["cluster.n_gpus_per_node=0"], ["cluster.n_gpus_per_node=0"]),
         (["actor.grad_clip=0"], ["grad_clip=0", ".inf"]),
-        (["actor.dtype=float16"], ["dtype=float16", "actor", "loss scaler", "bfloat16"]),
-        (["critic.dtype=float16"], ["dtype=float16", "critic"]),
+        (["actor.dtype=fp16"], ["dtype=fp16", "actor", "float16"]),
         (["actor.optim.betas=[0.9]"], ["optim.betas=[0.9]"]),
         (["+reward.terms.mine.fn=a.b"], ["reward.terms.mine.fn", "RewardTermConfig"]),
     ],

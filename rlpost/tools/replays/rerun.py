@@ -23,6 +23,7 @@ from rlpost.trainer.nonfinite import faults
 from rlpost.trainer.replay import WEIGHTS, Bundle
 from rlpost.workers.dispatch import InferWork, TrainWork, plan_train
 from rlpost.workers.engine.base import MicroLoss, Output
+from rlpost.workers.engine.fsdp import FSDPEngine
 from rlpost.workers.engine.optim import local
 from rlpost.workers.group import ROLE_OF_COLUMN, shuffle_seed
 from rlpost.workers.model_worker import ModelWorker, WorkerSetup
@@ -105,27 +106,35 @@ def train(
 
     Gradients are float32 on the host, by `<role>/<parameter>`.
     """
-    engine, findings, parts = worker.engines[role], [], []
-    gradients: dict[str, Tensor] = {}
+    engine = worker.engines[role]
     loss: MicroLoss = algorithm.value_loss if role == "critic" else algorithm.policy_loss
-    for update, step in enumerate(work.steps):
-        micro_batches = work.micro_batches(step)
-        if update:
-            parts += engine.accumulate(micro_batches, loss)
-        else:
-            with closing(Probe(engine.model)) as probe:
-                parts += engine.accumulate(micro_batches, _watched(loss, probe), begin=probe.begin)
-                probe.gradients()
-            findings = probe.findings
-            for name, parameter in engine.model.named_parameters():
-                if parameter.grad is not None:
-                    own = local(parameter.grad).to("cpu", torch.float32, copy=True)  # `update` clips it in place
-                    gradients[f"{role}/{name.removeprefix('model.')}"] = own
-        parts.append(engine.update())
+    first, *others = work.steps
+    findings, metrics, gradients = _watch(engine, work.micro_batches(first), loss)
+    parts = [metrics]
+    for step in others:
         if engine.skipped:
             break
+        parts.append(engine.train_step(work.micro_batches(step), loss))
     named = {name if "/" in name else f"{role}/{name}": metric for name, metric in merge(parts).items()}
-    return findings, named, gradients
+    return findings, named, {f"{role}/{name}": gradient for name, gradient in gradients.items()}
+
+
+def _watch(
+    engine: FSDPEngine, micro_batches: list[Batch], loss: MicroLoss
+) -> tuple[list[Finding], Metrics, dict[str, Tensor]]:
+    """An update like `FSDPEngine.train_step`, with what its last try finds and its gradient, unscaled, by parameter."""
+    own = None
+    while own is None:
+        with closing(Probe(engine.model)) as probe:
+            parts = engine.accumulate(micro_batches, _watched(loss, probe), begin=probe.begin)
+            probe.gradients()
+        gradients = {
+            name.removeprefix("model."): local(parameter.grad).to("cpu", torch.float32, copy=True) / engine.scaler.scale
+            for name, parameter in engine.model.named_parameters()
+            if parameter.grad is not None
+        }
+        own = engine.update()
+    return probe.findings, merge([*parts, own]), gradients
 
 
 def _watched(loss: MicroLoss, probe: Probe) -> MicroLoss:

@@ -49,6 +49,8 @@ class TrainEngine(ABC):
         Returns the merged metrics of `loss` plus `grad_norm` (before clipping, global), `lr` and `updates` = 1. Where
         the loss of any rank or the gradient is not finite, parameters and optimizer state stay as they are on all
         ranks: `updates` = 0, `skipped_updates` = 1, `nonfinite_losses` counts micro-batches, and `skipped` is set.
+        In float16 a gradient that overflows is computed again with a smaller scale first, with metrics of the last
+        try alone: `loss_scale` is what it was made with, `scale_retries` how often it was halved for it.
         """
 
     @abstractmethod

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from rlpost.files import NUM_THREADS, file_digests, write_synced
+from rlpost.workers.engine.scaling import LossScaler
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FILE_BYTES = 1 << 30
@@ -30,8 +31,10 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, updates: int) -> dict[str, str]:
-    """Write weights and optimizer state as sharded safetensors, and this rank's random states as JSON; collective.
+def save(
+    folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, scaler: LossScaler, updates: int
+) -> dict[str, str]:
+    """Write weights and optimizer state as sharded safetensors, and the rest of this rank as JSON; collective.
 
     Returns the digests of the files that this rank wrote, by their names below `folder`.
 
@@ -45,7 +48,12 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, updates: 
     )
     with _plain_errors(f"save to {folder}"):
         dcp.save(state, storage_writer=writer)
-    progress = {"updates": updates, "has_moments": bool(optimizer.state), "random": random_state()}
+    progress = {
+        "updates": updates,
+        "has_moments": bool(optimizer.state),
+        "scaler": scaler.state_dict(),
+        "random": random_state(),
+    }
     write_synced(folder / f"rank_{rank}.json", json.dumps(progress).encode())
     written = [folder / f"rank_{rank}.json", *folder.glob(f"shards/shard-{rank + 1:05d}-*")]
     digests = file_digests(folder, [str(path.relative_to(folder)) for path in written])
@@ -53,10 +61,11 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, updates: 
     return digests
 
 
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> int:
+def load(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, scaler: LossScaler) -> int:
     """Restore what `save` wrote, in place, at any world size; returns the number of updates made. Collective.
 
-    Random states come back where the rank existed before; a new rank keeps its own.
+    Random states come back where the rank existed before; a new rank keeps its own. A scaler of which nothing was
+    written, by an earlier version or in another dtype, stays as it is.
 
     Raises:
         ValueError: no checkpoint in `folder`.
@@ -76,6 +85,7 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> int:
     reader = HuggingFaceStorageReader(str(folder / "shards"), thread_count=NUM_THREADS)
     with _plain_errors(f"load from {folder}"):
         dcp.load(_state(parameters, optimizer), storage_reader=reader)
+    scaler.load_state_dict(progress.get("scaler", {}))
     if own.is_file():
         set_random_state(progress["random"])
     dist.barrier()

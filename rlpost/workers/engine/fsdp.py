@@ -20,6 +20,7 @@ from rlpost.workers.engine import attention, checkpoint, head, optim
 from rlpost.workers.engine.base import MicroLoss, Output, TrainEngine
 from rlpost.workers.engine.loading import load_sharded
 from rlpost.workers.engine.parallel import make_parallel
+from rlpost.workers.engine.scaling import LossScaler
 from rlpost.workers.engine.weights import WeightNames, named_weights
 
 
@@ -60,6 +61,7 @@ class FSDPEngine(TrainEngine):
         self.temperature = temperature
         self.updates = 0
         self.skipped = False
+        self.scaler = LossScaler.of(self.dtype)
         self._cfg, self._path, self._tokenizer_path, self._critic = cfg, path, tokenizer_path, critic
         self._vocab_size, self._total_updates = vocab_size, total_updates
         kernel = attention.choose_kernel(model_cfg.attn_implementation, self.device.type, self.dtype)
@@ -115,10 +117,12 @@ class FSDPEngine(TrainEngine):
 
     def train_step(self, micro_batches: list[Batch], loss: MicroLoss) -> Metrics:
         """See `TrainEngine.train_step`. Metrics come from one rank of each sequence group."""
-        parts = self.accumulate(micro_batches, loss)
-        with record_function("rlpost.update"):
-            own = self.update()
-        heartbeat.beat()
+        own = None
+        while own is None:  # once, but for overflows of float16
+            parts = self.accumulate(micro_batches, loss)
+            with record_function("rlpost.update"):
+                own = self.update()
+            heartbeat.beat()
         return merge([*parts, own]) if self.parallel.leads_sequence else {}
 
     def accumulate(
@@ -126,7 +130,8 @@ class FSDPEngine(TrainEngine):
     ) -> list[Metrics]:
         """Forward and backward of every micro-batch: gradients, summed over ranks, for `update`; metrics of `loss`.
 
-        `begin` sees each micro-batch before its forward pass and gives what is run.
+        Gradients are `scaler.scale` times too large. `begin` sees each micro-batch before its forward pass and gives
+        what is run.
         """
         self.model.train()
         self._bad_losses = torch.zeros((), device=self.device)
@@ -146,7 +151,7 @@ class FSDPEngine(TrainEngine):
                     parts.append(metrics)
                 self._bad_losses += ~total.detach().isfinite()
             with record_function("rlpost.backward"):
-                total.backward()
+                total.backward(torch.full_like(total, self.scaler.scale))
             heartbeat.beat()
         self._reshard()
         return fetch(parts)
@@ -211,17 +216,27 @@ class FSDPEngine(TrainEngine):
         rank = 0 if group is None else torch.distributed.get_rank(group)
         return slice(rank * num_tokens // size, (rank + 1) * num_tokens // size)
 
-    def update(self) -> Metrics:
-        """Clip and step, unless a loss of any rank or the gradient is not finite; then forget the gradient."""
+    def update(self) -> Metrics | None:
+        """Clip and step, unless a loss of any rank or the gradient is not finite; then forget the gradient.
+
+        None, on all ranks: only the gradient was not finite, and its scale may be to blame, which is smaller now; the
+        same micro-batches are to be accumulated again.
+        """
         torch.distributed.all_reduce(self._bad_losses)
         norm, bad_losses = torch.stack(
             [optim.gradient_norm(self._parameters, self.parallel.shard_group), self._bad_losses]
         ).tolist()
+        scale = self.scaler.scale
+        norm /= scale
         rate = optim.learning_rate(self.updates, self._cfg.optim, self._total_updates)
         finite = math.isfinite(norm) and bad_losses == 0
+        if not finite and bad_losses == 0 and self.scaler.shrink():
+            self.optimizer.zero_grad(set_to_none=True)
+            return None
         self.skipped = not finite
+        scaling = self.scaler.settle(finite)
         if finite:
-            optim.clip_(self._parameters, norm, self._cfg.grad_clip)
+            optim.clip_(self._parameters, norm, self._cfg.grad_clip, scale)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             with record_function("rlpost.optimizer"):
@@ -236,6 +251,7 @@ class FSDPEngine(TrainEngine):
             "updates": Metric(float(finite), reduce=Reduce.SUM),
             "skipped_updates": Metric(float(not finite), reduce=Reduce.SUM),
             "nonfinite_losses": Metric(bad_losses / self.parallel.sequence_size, reduce=Reduce.SUM),
+            **scaling,
         }
 
     def _reshards(self) -> bool:
@@ -269,11 +285,11 @@ class FSDPEngine(TrainEngine):
 
     def save(self, folder: Path) -> dict[str, str]:
         """See `TrainEngine.save`."""
-        return checkpoint.save(folder, self.model, self.optimizer, self.updates)
+        return checkpoint.save(folder, self.model, self.optimizer, self.scaler, self.updates)
 
     def load(self, folder: Path) -> None:
         """See `TrainEngine.load`."""
-        self.updates = checkpoint.load(folder, self.model, self.optimizer)
+        self.updates = checkpoint.load(folder, self.model, self.optimizer, self.scaler)
 
     def export_hf(self, folder: Path) -> None:
         """See `TrainEngine.export_hf`. Weights are written in the compute dtype."""

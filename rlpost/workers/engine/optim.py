@@ -49,10 +49,11 @@ def gradient_norm(parameters: Sequence[nn.Parameter], shard_group: dist.ProcessG
 
 
 @torch.no_grad()
-def clip_(parameters: Sequence[nn.Parameter], norm: float, limit: float) -> None:
-    """Scale gradients of norm `norm` down to `limit`."""
-    if norm > limit:
-        torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], limit / norm)
+def clip_(parameters: Sequence[nn.Parameter], norm: float, limit: float, scale: float) -> None:
+    """Bring gradients that are `scale` times too large to their size of norm `norm`, or to norm `limit` if less."""
+    factor = (limit / norm if norm > limit else 1.0) / scale
+    if factor != 1.0:
+        torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
 
 
 def local(tensor: Tensor) -> Tensor:

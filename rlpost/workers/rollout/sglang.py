@@ -274,7 +274,10 @@ def engine_arguments(cfg: RolloutConfig, model: ModelInfo, max_model_len: int, a
     check_engine_kwargs(cfg.engine_kwargs, "SGLang", accepted, _RESERVED)
     here = platform()
     if here.kind == "cuda" and here.dtype(cfg.dtype) == torch.float32:
-        raise ValueError("rollout.dtype=float32: SGLang's CUDA kernels compute in 16 bits; set rollout.dtype=bfloat16")
+        raise ValueError(
+            "rollout.dtype=float32: SGLang's CUDA kernels compute in 16 bits; set rollout.dtype=bfloat16 (auto is "
+            "actor.dtype)"
+        )
     context_length = max_model_len + SPARE_TOKENS
     arguments: dict[str, Any] = {
         "model_path": model.path,

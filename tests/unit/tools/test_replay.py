@@ -192,14 +192,31 @@ def test_healthy_step_comes_out_as_it_was_for_every_role(keeper):
     assert norm > 0.1  # before it was clipped
 
 
-def test_other_precision_gives_nearly_the_same_gradient(keeper):
+@pytest.mark.parametrize("dtype,bound", [("bfloat16", 0.1), ("float16", 0.0125)])
+def test_other_precision_gives_nearly_the_same_gradient(keeper, dtype, bound):
     bundle = keeper.bundle()
     _, _, exact = keeper.rerun(bundle)
-    _, _, rounded = keeper.rerun(bundle, Changes(dtype="bfloat16"))
+    _, _, rounded = keeper.rerun(bundle, Changes(dtype=dtype))
     whole, *parameters = compare(rounded, exact)
-    assert whole.name == WHOLE and 1e-4 < whole.relative < 0.1 and whole.cosine > 0.99
+    assert whole.name == WHOLE and 1e-4 < whole.relative < bound and whole.cosine > 0.99
     assert len(parameters) == len(exact) and parameters[0].relative >= parameters[-1].relative
     assert compare(exact, exact)[0].relative == 0.0
+
+
+def test_overflow_of_float16_is_no_finding_once_a_smaller_scale_holds_it(keeper):
+    batch = step_batch()
+    batch["advantages"].mul_(1e5)
+    bundle = keeper.bundle(batch=batch)
+    _, _, exact = keeper.rerun(bundle)
+    found, metrics, gradients = keeper.rerun(bundle, Changes(dtype="float16"))
+    assert not found and metrics["actor/scale_retries"] > 0 and metrics["actor/updates"] == 2
+    assert compare(gradients, exact)[0].relative < 0.02
+
+
+def test_slope_that_is_infinite_at_any_scale_is_found_in_float16_too(keeper):
+    bundle = keeper.bundle(fault=FAULTY, loss_mode="tests.e2e.losses.steep")
+    found, metrics, _ = keeper.rerun(bundle, Changes(dtype="float16"))
+    assert found[0] == ("backward", "logprobs") and metrics["actor/scale_retries"] == 16
 
 
 def test_difference_of_gradients_is_that_of_their_norms_and_angle():

@@ -7,7 +7,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from rlpost.config import CONFIG_DIR, register, to_object
-from rlpost.trainer.build import check_resume, count_updates, prepare
+from rlpost.trainer.build import PARITY_LIMIT, build_gate, check_resume, count_updates, prepare
 from rlpost.trainer.state import CheckpointStore
 from tests.e2e import engine_contract as contract
 
@@ -40,6 +40,22 @@ def test_schedules_of_actor_and_critic_are_as_long_as_their_own_updates():
         "trainer.critic_warmup=2",
     )
     assert count_updates(cfg, total_steps=7) == {"actor": 3 * 5, "critic": 2 * 3 * 7}
+
+
+@pytest.mark.parametrize(
+    "actor,rollout,coarser",
+    [
+        ("float16", "auto", "float16"),
+        ("float16", "bfloat16", "bfloat16"),
+        ("bfloat16", "float16", "bfloat16"),
+        ("float32", "float16", "float16"),
+        ("float32", "auto", "float32"),
+    ],
+)
+def test_parity_is_held_to_what_the_coarser_dtype_allows(actor, rollout, coarser):
+    cfg = compose(f"actor.dtype={actor}", f"rollout.dtype={rollout}")
+    assert build_gate(cfg, workers=None).limit == PARITY_LIMIT[coarser]
+    assert PARITY_LIMIT["float32"] < PARITY_LIMIT["float16"] < PARITY_LIMIT["bfloat16"]
 
 
 def test_resume_beyond_the_last_step_is_refused_before_anything_starts(tmp_path):

@@ -83,6 +83,9 @@ def test_update_that_was_not_made_is_told_by_its_role_number_and_part():
     assert (gradient.role, gradient.update) == ("critic", 3) and "the gradient, though no loss" in gradient.what
     loss = fault_of_update("actor", update_metrics(losses=2.0))
     assert "the loss of 2 micro-batches of the actor's update 1" in loss.what
+    assert "float16" not in gradient.what + loss.what
+    half = fault_of_update("critic", update_metrics("critic") | {"critic/loss_scale": Metric(1.0)})
+    assert half.what.endswith("is not finite. float16 ends at 65,504; critic.dtype=bfloat16 has float32's range")
 
 
 class World:

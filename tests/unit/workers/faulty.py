@@ -44,9 +44,10 @@ def train_planted(worker: ModelWorker, arguments: tuple[Case, Plant]) -> dict[st
     before = {name: weight.clone() for name, weight in engine.named_weights(torch.float32)}
     metrics = train(worker, "actor", batch, CustomLoss(plant))
     same = all(torch.equal(w.nan_to_num(7), before[n].nan_to_num(7)) for n, w in engine.named_weights(torch.float32))
+    own = engine.skipped, engine.updates, len(engine.optimizer.state) > 0, same
     ranks: list[Any] = [None] * worker.world_size
-    torch.distributed.all_gather_object(ranks, (engine.skipped, engine.updates, len(engine.optimizer.state) > 0, same))
-    return {"metrics": metrics, "ranks": ranks}
+    torch.distributed.all_gather_object(ranks, (own, engine.scaler.scale))
+    return {"metrics": metrics, "ranks": [said for said, _ in ranks], "scales": [scale for _, scale in ranks]}
 
 
 def train_all(worker: ModelWorker, cases: dict[str, tuple[Case, Plant]]) -> dict[str, Any]:

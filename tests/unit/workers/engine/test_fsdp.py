@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import TEMPERATURE, VOCAB, optim_config, policy_loss, ragged_batch, value_loss, write_model
+from one_rank import make_engine as _engine
+from one_rank import update as _update
+from one_rank import weighed as _weighed
+from one_rank import weights as _weights
+from ranks import TEMPERATURE, VOCAB, policy_loss, ragged_batch, value_loss, write_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rlpost.batch import Batch
 from rlpost.files import is_disk_full
 from rlpost.platform import free_port
-from rlpost.workers.config import ActorConfig, ModelConfig
 from rlpost.workers.engine import checkpoint, compiling
-from rlpost.workers.engine.fsdp import FSDPEngine
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,33 +39,6 @@ def any_path(request, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
-
-
-def _engine(path: Path, *, model: dict | None = None, actor: dict | None = None, **options) -> FSDPEngine:
-    cfg = ActorConfig(**({"optim": optim_config(lr_warmup_steps=2), "grad_clip": 1e9} | (actor or {})))
-    return FSDPEngine(
-        str(path),
-        ModelConfig(path=str(path), **(model or {})),
-        cfg,
-        vocab_size=VOCAB,
-        temperature=TEMPERATURE,
-        tokenizer_path=str(path),
-        **options,
-    )
-
-
-def _weighed() -> Batch:
-    batch = ragged_batch()
-    return batch.update({"loss_weights": batch["response_mask"] / batch["response_mask"].sum()})
-
-
-def _update(engine: FSDPEngine, loss=policy_loss):
-    batch = _weighed()
-    return engine.train_step([batch.select(range(5)), batch.select([]), batch.select(range(5, 10))], loss)
-
-
-def _weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
-    return {name: weight.clone() for name, weight in engine.named_weights(torch.float32)}
 
 
 def test_names_and_values_are_the_checkpoints(any_path):
