@@ -81,13 +81,16 @@ SECTIONS: dict[str, type] = {
 VARIANTS: dict[str, dict[str, type]] = {"trainer": {"fully_async": AsyncTrainerConfig}}
 
 
+SCHEMAS = ("schema", "async_schema")  # what choices of a group are made of; the second for some of `trainer`
+
+
 def register() -> None:
     """File the schemas with Hydra: `schema` in every group, `root_schema` the resolver `folder_name`."""
     OmegaConf.register_new_resolver("folder_name", folder_name, replace=True)
     store = ConfigStore.instance()
     for name, schema in SECTIONS.items():
-        store.store(group=name, name="schema", node=schema)
-    store.store(group="trainer", name="async_schema", node=AsyncTrainerConfig)
+        store.store(group=name, name=SCHEMAS[0], node=schema)
+    store.store(group="trainer", name=SCHEMAS[1], node=AsyncTrainerConfig)
     store.store(name="root_schema", node=Config)
 
 

@@ -104,7 +104,9 @@ def _read_jsonl(path: Path, key: str) -> Iterator[Row]:
             try:
                 columns = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{key}={path}: line {number} is not valid JSON ({error})") from error
+                raise ValueError(
+                    f"{key}={path}: line {number} is not valid JSON ({error.msg}, column {error.colno})"
+                ) from error
             if not isinstance(columns, dict):
                 raise ValueError(f"{key}={path}: line {number} is a JSON {type(columns).__name__}, expected an object")
             yield Row(index=index, columns=columns, where=f"{path}:{number}")

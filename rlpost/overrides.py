@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from rlpost.config import CONFIG_DIR, SECTIONS, Config, explain_compose_error, typed_and_problems
+from rlpost.config import CONFIG_DIR, SCHEMAS, SECTIONS, Config, explain_compose_error, typed_and_problems
 from rlpost.rules.reads import unread, value_at
 from rlpost.verl_keys import from_verl
 
@@ -33,7 +33,7 @@ class Verdict:
     Attributes:
         unread: what the command line sets and nothing reads: key -> message.
         problems: where an experiment contradicts itself.
-        remarks: what an experiment sets for components that were not selected; no mistake.
+        remarks: what an experiment of the user's sets for components that were not selected; no mistake.
     """
 
     unread: dict[str, str] = field(default_factory=dict)
@@ -68,6 +68,8 @@ def _look(overrides: list[str]) -> tuple[list[str], dict[str, str]]:
     """What is wrong with one composition, and what nothing reads in it; overrides that do not fit are left out."""
     try:
         cfg, runtime = compose(overrides)
+        if schemas := [f"{group}={choice}" for group, choice in runtime.choices.items() if choice in SCHEMAS]:
+            return [f"{schemas[0]}: what the other choices are made of, and none itself; see --help"], {}
         typed, problems = typed_and_problems(cfg)
     except MISFIT as error:
         fitting, misfits = _without_misfits(overrides, error)
@@ -130,7 +132,7 @@ def judge(cfg: Config, runtime: RuntimeConf, overrides: list[str]) -> Verdict:
             verdict.problems.append(f"experiment={name}: {message}")
         else:
             elsewhere.setdefault(reader.by, []).append(key)
-    for by, keys in elsewhere.items():
+    for by, keys in elsewhere.items() if path and not path.is_relative_to(CONFIG_DIR) else ():
         verdict.remarks.append(f"experiment={name} also sets {', '.join(keys)}, which is for {by}")
     return verdict
 

@@ -91,7 +91,7 @@ def execute(cfg: Config, run_dir: Path) -> dict[str, Any]:
                 reason = late if interrupts.expired else f"and then {type(error).__name__}: {error}"
                 saved = CheckpointStore(run_dir / "checkpoints", None).complete()
                 goes_on = f"goes on from {saved[-1]}" if saved else "begins anew: there is no checkpoint yet"
-                raise Preempted(f"SIGTERM, {reason}\nThe same command {goes_on}") from error
+                raise Preempted(f"SIGTERM, {reason}\n{again(run_dir)} {goes_on}") from error
             raise
 
 
@@ -102,10 +102,17 @@ async def _execute(cfg: Config, run_dir: Path, watch: Watch, interrupts: Interru
             trainer, reporter = await build(cfg, run_dir, stack)
         with interrupts.stop(trainer, reporter.note):
             summary = await trainer.fit()
+        if not summary["finished"]:
+            reporter.note(f"to go on    {again(run_dir)}")
         reporter.finish()
         if cfg.trainer.timeline:
             await asyncio.sleep(heartbeat.SETTLE_S)  # those who are about to be killed have then written their phases
         return summary if summary["finished"] else summary | {"stopped_by": interrupts.stopped_by}
+
+
+def again(run_dir: Path) -> str:
+    """What resumes a run: without its folder the command would begin another."""
+    return f"The same command with hydra.run.dir={run_dir}"
 
 
 def prepare(cfg: Config) -> Facts:
@@ -311,6 +318,7 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
         rollout_dir=rollout_dir,
     )
     stack.callback(reporter.close)
+    reporter.note(f"starting    Ray, then the trainer and {cfg.rollout.name} with {facts.model.path}")
     stack.callback(start_ray(cfg.cluster))
     pool, workers = await start_processes(cfg, facts, total_steps, takes_turns(cfg), stack)
     source = build_source(cfg, facts.spec, stream, algorithm, pool, workers, stack, ledger)

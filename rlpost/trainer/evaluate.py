@@ -1,5 +1,6 @@
 """Validation: greedy or sampled answers on held-out prompts, metrics for each data source."""
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -7,6 +8,8 @@ from typing import Any
 
 from rlpost.batch import Group, Prompt, Status
 from rlpost.workers.rollout.base import SamplingSpec
+
+logger = logging.getLogger(__name__)
 
 Generate = Callable[[Sequence[Prompt], int, SamplingSpec], Awaitable[list[Group]]]  # prompts, n, spec -> scored groups
 
@@ -77,6 +80,10 @@ class Evaluator:
         by_source: dict[str, list[Group]] = defaultdict(list)
         for group in groups:
             by_source[group.data_source].append(group)
+        for source_name, members in by_source.items():
+            errors = [t.error for g in members for t in g.trajectories if t.status is Status.REWARD_ERROR]
+            if errors:
+                logger.warning("validation: %d answers of '%s' have no score: %s", len(errors), source_name, errors[0])
         report = {
             f"val/{source_name}/{metric}": value
             for source_name, members in by_source.items()

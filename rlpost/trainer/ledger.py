@@ -113,7 +113,10 @@ class Ledger:
         groups = {group[0] for record in void for group in record.get("groups", ())}
         voided = {"groups": len(groups), "steps": [record["step"] for record in void if record["at"] == "trained"]}
         self._append("resumed", to_disk=True, step=step, mark=mark, voided=voided, time_s=_now_s())
-        logger.warning("the run goes on after step %d; undone: work on %d groups, steps %s", step, *voided.values())
+        if void:
+            logger.warning("the run goes on after step %d; undone: work on %d groups, steps %s", step, *voided.values())
+        else:
+            logger.info("the run goes on after step %d", step)
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""

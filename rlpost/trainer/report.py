@@ -48,7 +48,8 @@ class Reporter:
         self._validations.append({"step": step, **report})
         if step == 0:
             self._first_rows = rows
-        self._last_rows = rows
+        else:
+            self._last_rows = rows
 
     def rollouts(self, step: int, groups: Sequence[Group]) -> None:
         """Write the step's trajectories to `rollout_dir/<step>.jsonl`."""
@@ -75,12 +76,14 @@ class Reporter:
                     file.write(json.dumps(row, default=str) + "\n")
 
     def summary(self, step: int, wall_s: float, finished: bool) -> dict[str, Any]:
-        """Accuracy before the first step (None if that was not validated) and at last; the last line of output."""
-        headline = next((k for k in (self._validations or [{}])[0] if k.endswith("/accuracy")), None)
-        scores = [v[headline] for v in self._validations if headline in v] if headline else []
+        """Accuracy before the first step and at the last validation after it, None where there was none; the last line
+        of output."""
+        headline = next((k for v in self._validations for k in v if k.endswith("/accuracy")), "")
+        before = [v.get(headline) for v in self._validations if v["step"] == 0]
+        after = [v.get(headline) for v in self._validations if v["step"] > 0]
         return {
-            "accuracy_before": scores[0] if scores and self._validations[0]["step"] == 0 else None,
-            "accuracy_after": scores[-1] if scores else None,
+            "accuracy_before": before[0] if before else None,
+            "accuracy_after": after[-1] if after else None,
             "steps": step,
             "wall_s": round(wall_s, 1),
             "finished": finished,

@@ -47,6 +47,7 @@ def test_ctrl_c_finishes_the_step_and_keeps_a_checkpoint(checkpoint, hold, tmp_p
     assert run.left_behind() == []
     assert list(run.steps()) == [1, 2] and run.has_checkpoint(2)
     assert '"finished": false' in run.stdout.splitlines()[-1]
+    assert f"to go on    The same command with hydra.run.dir={run.folder}" in run.stdout
     assert "Traceback" not in run.stderr
 
 
@@ -105,7 +106,8 @@ def test_step_longer_than_the_grace_period_is_given_up(checkpoint, hold, tmp_pat
     assert run.wait(60.0) == RESUMABLE
     assert run.left_behind() == []
     assert run.has_checkpoint(1) and not run.has_checkpoint(2)
-    assert "no end of the step within trainer.grace_period_s=1.0\nThe same command goes on from" in run.stderr
+    assert "no end of the step within trainer.grace_period_s=1.0\nThe same command with hydra.run.dir=" in run.stderr
+    assert f"{run.folder} goes on from" in run.stderr
     assert "Traceback" not in run.stderr
 
 

@@ -48,6 +48,7 @@ def test_last_line_sums_the_run_up(run):
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (scores[0], scores[3])
     assert summary["steps"] == NUM_STEPS and summary["finished"] is True and summary["wall_s"] > 0
     assert summary["run_dir"] == str(run.folder)
+    assert "worker died" not in run.stderr + run.stdout  # what Ray says of actors that do not end by themselves
 
 
 def test_trainer_and_engine_agree_at_every_step(run):

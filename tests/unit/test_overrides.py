@@ -62,6 +62,16 @@ def test_values_of_free_form_maps_are_read():
     assert check_overrides(["+rollout.engine_kwargs.kv_cache_dtype=fp8", "+data.val_files.more=x.jsonl"]) is None
 
 
+@pytest.mark.parametrize("choice", ["algo=schema", "trainer=async_schema"])
+def test_schemas_are_no_choices(choice):
+    assert check_overrides([choice]) == f"{choice}: what the other choices are made of, and none itself; see --help"
+
+
+def test_the_experiments_that_come_along_need_no_remark():
+    cfg, runtime = compose(["experiment=quickstart"])
+    assert judge(typed_and_problems(cfg)[0], runtime, ["experiment=quickstart"]).remarks == []
+
+
 def judged(tmp_path, experiment, *overrides):
     """The verdict on a run with `experiment` as its file."""
     (tmp_path / "experiment").mkdir()

@@ -207,8 +207,8 @@ def read_shape(model: str) -> Shape:
     if (shape := known_shape(model)) is not None:
         return shape
     raise ValueError(
-        f"model {model}: neither a folder with a config.json nor in the table of shapes; "
-        f"{near(Path(model).name.lower(), SHAPES)}. Name one with shape=NAME, or shape=FOLDER with a config.json"
+        f"model {model}: neither a folder with a config.json nor in the table of shapes "
+        f"({near(Path(model).name.lower(), SHAPES)}). Name one with shape=NAME, or shape=FOLDER with a config.json"
     )
 
 

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 LOST = (RayActorError, EngineLost)  # errors that mean: this replica will not come back
 SLICES = 4  # of a time limit, see `within`
 PATIENCE = 1.5  # times a limit that an actor keeps itself, before it is given up
+LEAVE_S = 3.0  # for an actor to end itself; one that is stopped or hangs in a kernel does not
 END_S = 60.0  # to reach the node of a process that is to be ended
 T = TypeVar("T")
 
@@ -49,7 +50,10 @@ class Processes:
         return Processes(ray.get_runtime_context().get_node_id(), tuple(members))
 
     def end(self) -> None:
-        """Kill them, to be called on their node; also what they have started since. Returns when they are gone."""
+        """Kill them, to be called on their node; also what they have started since. Returns when they are gone.
+
+        The actor itself has `LEAVE_S` to do as Ray tells it, or Ray would report a crash.
+        """
         found: set[psutil.Process] = set()
         for pid, started in self.members:
             try:
@@ -58,6 +62,7 @@ class Processes:
                     found |= {process, *process.children(recursive=True)}
             except psutil.NoSuchProcess:
                 continue
+        psutil.wait_procs([process for process in found if process.pid == self.members[0][0]], timeout=LEAVE_S)
         end(found)
 
     async def end_there(self) -> None:

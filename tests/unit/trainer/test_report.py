@@ -7,9 +7,9 @@ from rlpost.trainer.report import Reporter
 
 
 @pytest.mark.parametrize(
-    ("steps", "before", "after"), [((0, 10, 20), 0.0, 0.5), ((10, 20), None, 0.5), ((), None, None)]
+    ("steps", "before", "after"), [((0, 10, 20), 0.0, 0.5), ((10, 20), None, 0.5), ((0,), 0.0, None), ((), None, None)]
 )
-def test_summary_calls_only_the_validation_before_the_first_step_before(tmp_path, steps, before, after):
+def test_summary_tells_validations_before_and_after_the_first_step_apart(tmp_path, steps, before, after):
     reporter = Reporter(Tracking(), tmp_path, decode=str, rollout_dir=None)
     for step in steps:
         reporter.validation(step, {"val/addition/accuracy": step / 40}, [])
