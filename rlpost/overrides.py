@@ -132,8 +132,9 @@ def judge(cfg: Config, runtime: RuntimeConf, overrides: list[str]) -> Verdict:
             verdict.problems.append(f"experiment={name}: {message}")
         else:
             elsewhere.setdefault(reader.by, []).append(key)
-    for by, keys in elsewhere.items() if path and not path.is_relative_to(CONFIG_DIR) else ():
-        verdict.remarks.append(f"experiment={name} also sets {', '.join(keys)}, which is for {by}")
+    if path is not None and not path.is_relative_to(CONFIG_DIR):
+        for by, keys in elsewhere.items():
+            verdict.remarks.append(f"experiment={name} also sets {', '.join(keys)}, which is for {by}")
     return verdict
 
 

@@ -29,3 +29,12 @@ def local_ray() -> Iterator[None]:
 
     with tiny.local_ray():
         yield
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    """See `tests.tiny.group_of_one`."""
+    from tests import tiny
+
+    with tiny.group_of_one():
+        yield

@@ -1,4 +1,4 @@
-"""What many tests need: a tiny Qwen3 on disk, the facts about it, and Ray on this machine."""
+"""What many tests need: a tiny Qwen3 on disk, the facts about it, a process group of one, and Ray on this machine."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,9 +7,10 @@ from typing import Any
 
 import ray
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from rlpost.platform import RAY_ENV
+from rlpost.platform import RAY_ENV, free_port
 from rlpost.workers.model import ModelInfo
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +44,17 @@ def model_info(folder: Path, vocab_size: int | None = None) -> ModelInfo:
         stop_token_ids=(1,),
         max_position_embeddings=config.max_position_embeddings,
     )
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """This process as the only rank of a gloo process group, computing on one thread."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager

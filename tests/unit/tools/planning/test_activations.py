@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from rlpost.batch import Batch
-from rlpost.platform import free_port
 from rlpost.tools.planning.activations import attention_bytes, kept_bytes, layer_bytes
 from rlpost.tools.planning.shapes import SHAPES, shape_of
 from rlpost.workers.config import ActorConfig, ModelConfig
@@ -33,12 +31,7 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def saved_bytes(config, folder: Path, dtype: str, checkpointing: bool) -> int:

@@ -6,23 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from one_rank import make_engine, update, weights
 from ranks import policy_loss, ragged_batch, value_loss, write_model
 
-from rlpost.platform import free_port
 from rlpost.workers.engine.fsdp import FSDPEngine
 from rlpost.workers.engine.scaling import INITIAL
 
 HALF, EXACT = {"dtype": "float16"}, {"dtype": "float32"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.fixture(scope="module")

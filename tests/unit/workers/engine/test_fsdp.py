@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from one_rank import make_engine as _engine
 from one_rank import update as _update
 from one_rank import weighed as _weighed
@@ -19,16 +18,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlpost.files import is_disk_full
-from rlpost.platform import free_port
 from rlpost.workers.engine import checkpoint, compiling
 
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
