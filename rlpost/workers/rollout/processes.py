@@ -209,11 +209,22 @@ def children() -> set[psutil.Process]:
 
 
 def end(processes: Iterable[psutil.Process]) -> None:
-    """Kill and wait."""
-    processes = list(processes)
-    for process in processes:
+    """Kill them and all that they have started, and wait.
+
+    Each is stopped before its children are looked up: none can start another meanwhile.
+    """
+    ahead, found = list(processes), set[psutil.Process]()
+    while ahead:
+        process = ahead.pop()
+        try:
+            process.suspend()
+            ahead += set(process.children()) - found
+        except psutil.NoSuchProcess:
+            continue
+        found.add(process)
+    for process in found:
         try:
             process.kill()
         except psutil.NoSuchProcess:
             continue
-    psutil.wait_procs(processes, timeout=10)
+    psutil.wait_procs(found, timeout=10)

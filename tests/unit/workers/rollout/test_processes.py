@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,6 +17,14 @@ def wait_for(condition, timeout_s: float = 10.0) -> bool:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     return condition()
+
+
+def alive_in(process: psutil.Process, folder: Path) -> bool:
+    """Whether the process runs in that working directory."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and process.cwd() == str(folder)
+    except psutil.Error:
+        return False
 
 
 def test_log_passes_lines_on_and_remembers_the_error_behind_the_last(capfd):
@@ -46,6 +55,15 @@ def test_end_kills_only_what_it_is_given():
     assert not psutil.pid_exists(ours.pid) and other.poll() is None
     end(children() - before)
     other.wait(5)
+
+
+def test_end_kills_what_is_started_meanwhile(tmp_path):
+    script = "import subprocess, time\nwhile True: subprocess.Popen(['sleep', '61']); time.sleep(0.005)"
+    for _ in range(3):
+        parent = psutil.Process(subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path).pid)
+        wait_for(lambda parent=parent: len(parent.children()) > 2)
+        end([parent])
+    assert [process.pid for process in psutil.process_iter() if alive_in(process, tmp_path)] == []
 
 
 @pytest.mark.parametrize("dismissed", [False, True])
