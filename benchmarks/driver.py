@@ -31,7 +31,6 @@ import torch
 from benchmarks.common import write
 from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import AlgoConfig, FilterGroupsConfig
-from rlpost.batch import Prompt, Status
 from rlpost.metrics import Metric, Metrics, Reduce
 from rlpost.platform import RAY_ENV, platform
 from rlpost.rewards.config import RewardConfig, RewardTermConfig
@@ -48,6 +47,7 @@ from rlpost.trainer.run_state import RunState
 from rlpost.trainer.state import CheckpointStore
 from rlpost.trainer.trainer import Trainer
 from rlpost.trainer.update import Updates
+from rlpost.trajectory import Prompt, Status
 from rlpost.workers.config import ActorConfig, ModelConfig, RolloutConfig
 from rlpost.workers.dispatch import InferWork, TrainWork
 from rlpost.workers.group import WorkerGroup

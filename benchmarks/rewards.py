@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import write
-from rlpost.batch import Prompt
 from rlpost.rewards.base import Answer, Reward
 from rlpost.rewards.config import RewardConfig, RewardTermConfig
 from rlpost.rewards.scorer import RewardScorer
+from rlpost.trajectory import Prompt
 
 WORDS = "Let me think about this step by step, since the sum of both is needed. "
 PROGRAM = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"

@@ -13,13 +13,15 @@ import numpy as np
 
 from benchmarks import instant_engine
 from benchmarks.rollout_variants import Arguments, Run, Variant, Workload
-from rlpost.batch import Prompt, Trajectory, collate
-from rlpost.platform import RAY_ENV, exported, platform
+from rlpost.batch import collate
+from rlpost.host import exported
+from rlpost.platform import RAY_ENV, platform
 from rlpost.rewards.base import Answer
 from rlpost.rewards.config import RewardConfig, RewardTermConfig
 from rlpost.trainer.build import start_ray
 from rlpost.trainer.config import ClusterConfig
 from rlpost.trainer.source import check_rewards, rollout_metrics
+from rlpost.trajectory import Prompt, Trajectory
 from rlpost.workers.config import ModelConfig, RolloutConfig
 from rlpost.workers.model import ModelInfo, inspect
 from rlpost.workers.placement import Placement, Pools

@@ -31,8 +31,10 @@ from benchmarks.common import write
 from rlpost.algos.aggregate import loss_weights
 from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import AlgoConfig
-from rlpost.batch import Batch, Provenance
-from rlpost.platform import free_port, platform
+from rlpost.batch import Batch
+from rlpost.host import free_port
+from rlpost.platform import platform
+from rlpost.trajectory import Provenance
 from rlpost.workers.config import ActorConfig, ModelConfig, OptimConfig
 from rlpost.workers.dispatch import Step, TrainWork
 from rlpost.workers.engine.fsdp import FSDPEngine

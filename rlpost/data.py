@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from rlpost.batch import Prompt
 from rlpost.data_adapters import Example, Messages, get_adapter
 from rlpost.data_config import DataConfig
 from rlpost.data_sources import Row, Source, read_source
+from rlpost.trajectory import Prompt
 
 logger = logging.getLogger(__name__)
 

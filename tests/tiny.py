@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from rlpost.platform import RAY_ENV, free_port
+from rlpost.host import free_port
+from rlpost.platform import RAY_ENV
 from rlpost.workers.model import ModelInfo
 
 ROOT = Path(__file__).parents[1]

@@ -14,9 +14,10 @@ from rlpost.algos.filters import Keep, keep_group
 from rlpost.algos.kl import kl_controller, kl_estimate
 from rlpost.algos.losses import POLICY_LOSSES, PolicyTerms, value_loss
 from rlpost.algos.ragged import extremes, weighted_means
-from rlpost.batch import Batch, Group
+from rlpost.batch import Batch
 from rlpost.metrics import Metric, Metrics
 from rlpost.registry import Registry, load_dotted
+from rlpost.trajectory import Group
 
 F = TypeVar("F", bound=Callable)
 

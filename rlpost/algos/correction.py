@@ -13,8 +13,8 @@ from torch import Tensor
 from rlpost.algos.config import RolloutCorrectionConfig
 from rlpost.algos.kl import MAX_LOG_RATIO, log_ratio
 from rlpost.algos.ragged import masked_segment_mean, row_ids, segment_sum, weighted_means
-from rlpost.batch import NOT_ASKED
 from rlpost.metrics import Metrics
+from rlpost.trajectory import NOT_ASKED
 
 
 @dataclass(slots=True)

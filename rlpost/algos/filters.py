@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from rlpost.algos.config import FilterGroupsConfig
-from rlpost.batch import Group, Status, Trajectory
+from rlpost.trajectory import Group, Status, Trajectory
 
 
 @dataclass(slots=True, frozen=True)

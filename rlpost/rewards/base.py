@@ -3,9 +3,9 @@
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from rlpost.batch import Prompt
 from rlpost.registry import Registry
 from rlpost.rewards.limits import ErrorKind
+from rlpost.trajectory import Prompt
 
 
 @dataclass(slots=True, kw_only=True)

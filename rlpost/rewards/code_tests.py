@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from rlpost.batch import Prompt
 from rlpost.rewards.base import Answer, Reward, register_reward
 from rlpost.rewards.limits import CallLimits
 from rlpost.rewards.sandbox.jail import Outcome, run_script, run_tests
+from rlpost.trajectory import Prompt
 
 _BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.DOTALL)
 _RESERVE_S = 2.0  # of the call's time, at most a quarter: for starting processes and for the last test's end

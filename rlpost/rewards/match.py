@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from rlpost.batch import Prompt
 from rlpost.rewards.base import Answer, register_reward
+from rlpost.trajectory import Prompt
 
 # A sign only where nothing that it could be subtracted from precedes it; thousands commas only in groups of three.
 _NUMBER = re.compile(r"(?:(?<![\w.)\]}])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+|/[1-9]\d*)?|\.\d+)")

@@ -5,8 +5,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlpost.batch import Prompt
 from rlpost.rewards.base import Answer, register_reward
+from rlpost.trajectory import Prompt
 
 
 @register_reward("math_answer", per_answer=True, imports=("math_verify",))

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rlpost.batch import Prompt
 from rlpost.registry import near
 from rlpost.rewards.base import Answer, register_reward
+from rlpost.trajectory import Prompt
 
 
 def make_dataset(name: str, options: dict[str, Any]) -> Any:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from rlpost.batch import Prompt
 from rlpost.registry import load_dotted, near
 from rlpost.rewards.base import REWARDS, Answer, Reward, RewardError, RewardTerm
 from rlpost.rewards.config import RewardConfig, RewardTermConfig
@@ -18,6 +17,7 @@ from rlpost.rewards.model import Score
 from rlpost.rewards.pool import PoolError, ProcessPool
 from rlpost.rewards.sandbox import jail
 from rlpost.rewards.shaping import soft_overlong_punishment
+from rlpost.trajectory import Prompt
 
 Scored = Reward | RewardError
 

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 
-from rlpost.batch import Prompt
 from rlpost.rewards.base import Answer, register_reward
+from rlpost.trajectory import Prompt
 
 
 def soft_overlong_punishment(length: int, max_length: int, buffer_len: int, penalty_factor: float = 1.0) -> float:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from rlpost.batch import Prompt
 from rlpost.registry import load_dotted
 from rlpost.rewards.base import Answer, Reward, register_reward
+from rlpost.trajectory import Prompt
 
 
 @register_reward("verl", per_answer=True)

@@ -172,7 +172,8 @@ def ask_child(check: Check, options: Options) -> Finding:
 
 def answer(check: Check, options: Options) -> None:
     """In the child process: ask in the environment that every process of a run has, and print the finding."""
-    from rlpost.platform import exported, platform
+    from rlpost.host import exported
+    from rlpost.platform import platform
 
     env = platform().process_env(exported())
     if any(exported().get(name) != value for name, value in env.items()):  # drivers read it once, when they load

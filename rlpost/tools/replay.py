@@ -19,7 +19,8 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlpost.platform import exported, platform
+from rlpost.host import exported
+from rlpost.platform import platform
 from rlpost.tools.replays.compare import Difference, compare
 from rlpost.tools.replays.rerun import GRADIENTS, RESULT
 from rlpost.trainer.replay import Bundle

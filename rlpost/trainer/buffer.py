@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from rlpost.batch import Group, Prompt
 from rlpost.trainer.limits import Limits, OnStale
+from rlpost.trajectory import Group, Prompt
 
 
 class Blocked(StrEnum):

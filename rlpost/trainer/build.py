@@ -19,8 +19,8 @@ from rlpost.config import Config
 from rlpost.data import PromptStream, load_val_sets
 from rlpost.endings import Preempted, Stalled
 from rlpost.files import below
-from rlpost.platform import RAY_ENV, adopt_visibility, cpu_count, exported, platform
-from rlpost.rewards.model import RewardModel
+from rlpost.host import cpu_count, exported
+from rlpost.platform import RAY_ENV, adopt_visibility, platform
 from rlpost.rewards.scorer import RewardScorer
 from rlpost.tracking.tracking import Tracking
 from rlpost.trainer.about import about
@@ -44,6 +44,7 @@ from rlpost.workers.config import TrainRoleConfig
 from rlpost.workers.group import WorkerGroup
 from rlpost.workers.model import ModelInfo, inspect, resolve_path
 from rlpost.workers.placement import Placement
+from rlpost.workers.reward_model import RewardModel
 from rlpost.workers.rollout.base import ENGINES, SamplingSpec
 from rlpost.workers.rollout.installed import require_installed
 from rlpost.workers.rollout.pool import RolloutPool

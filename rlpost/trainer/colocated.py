@@ -8,13 +8,13 @@ from typing import Any
 
 from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import FilterGroupsConfig
-from rlpost.batch import Group, Prompt
 from rlpost.data import PromptStream
 from rlpost.metrics import Metric, Metrics, Reduce, merge
 from rlpost.rewards.config import RewardConfig
 from rlpost.trainer.ledger import Ledger
 from rlpost.trainer.source import RolloutSource, check_rewards, exhausted, rollout_metrics, warn_of_errors
 from rlpost.trainer.waiting import either, end_tasks
+from rlpost.trajectory import Group, Prompt
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.group import WorkerGroup
 from rlpost.workers.rollout.base import EngineLost, SamplingSpec

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from rlpost.batch import Group, Prompt, Status
+from rlpost.trajectory import Group, Prompt, Status
 from rlpost.workers.rollout.base import SamplingSpec
 
 logger = logging.getLogger(__name__)

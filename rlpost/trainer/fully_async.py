@@ -12,7 +12,6 @@ import numpy as np
 
 from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import FilterGroupsConfig
-from rlpost.batch import Group, Prompt
 from rlpost.metrics import Metric, Metrics, Reduce, merge
 from rlpost.rewards.config import RewardConfig
 from rlpost.trainer.buffer import Blocked, GroupBuffer, Slot
@@ -29,6 +28,7 @@ from rlpost.trainer.source import (
     warn_of_errors,
 )
 from rlpost.trainer.waiting import either, end_tasks
+from rlpost.trajectory import Group, Prompt
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.rollout.base import EngineLost, SamplingSpec
 from rlpost.workers.rollout.pool import RolloutPool

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlpost.batch import Group, Prompt, Status
 from rlpost.files import DiskFull, is_disk_full, sync, write_synced
 from rlpost.trainer.history import History, Record, compacted, encode, encode_all, end_of, holding, read_log
+from rlpost.trajectory import Group, Prompt, Status
 
 logger = logging.getLogger(__name__)
 

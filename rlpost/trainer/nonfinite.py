@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlpost.batch import NOT_ASKED, Batch
+from rlpost.batch import Batch
 from rlpost.metrics import Metrics
+from rlpost.trajectory import NOT_ASKED
 
 # in the order in which they arise, so that the first one found is the cause of the others
 CHECKED = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "rewards", "returns", "advantages")

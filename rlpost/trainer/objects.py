@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from rlpost.batch import Group, Prompt, Status, Trajectory
 from rlpost.files import sync, write_synced
+from rlpost.trajectory import Group, Prompt, Status, Trajectory
 
 OBJECTS, COLUMNS = "objects.json", "columns.safetensors"
 OBJECT = "__object__"

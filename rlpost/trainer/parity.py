@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rlpost.batch import NOT_ASKED, Batch
+from rlpost.batch import Batch
 from rlpost.metrics import Metric, Metrics, Reduce
+from rlpost.trajectory import NOT_ASKED
 
 NAME = "train_rollout_logprob_abs_diff"
 

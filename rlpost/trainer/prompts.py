@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlpost.batch import Prompt
 from rlpost.data import PromptStream
+from rlpost.trajectory import Prompt
 
 # candidates in their present order -> the same, in the order to issue them, as positions
 Sampler = Callable[[Sequence[Prompt]], Sequence[int]]

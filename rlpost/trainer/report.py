@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlpost.batch import Group
 from rlpost.tracking.curves import plot_curves
 from rlpost.tracking.tracking import Tracking
+from rlpost.trajectory import Group
 
 
 class Reporter:

@@ -6,10 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlpost.batch import Group, Prompt, Status, Trajectory
 from rlpost.metrics import Metric, Metrics, Reduce, mean
 from rlpost.rewards.config import OnError, RewardConfig
 from rlpost.rewards.limits import ErrorKind
+from rlpost.trajectory import Group, Prompt, Status, Trajectory
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.rollout.base import SamplingSpec
 

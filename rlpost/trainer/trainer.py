@@ -7,7 +7,7 @@ from typing import Any
 
 from rlpost import heartbeat
 from rlpost.algos.algorithm import Algorithm
-from rlpost.batch import Batch, Group, collate
+from rlpost.batch import Batch, collate
 from rlpost.metrics import Metric, Metrics, Reduce, Timers, merge, scalars
 from rlpost.trainer.config import TrainerConfig
 from rlpost.trainer.evaluate import Evaluator
@@ -19,6 +19,7 @@ from rlpost.trainer.report import Reporter
 from rlpost.trainer.run_state import RunState
 from rlpost.trainer.source import RolloutSource
 from rlpost.trainer.update import Updates
+from rlpost.trajectory import Group
 from rlpost.workers.group import WorkerGroup
 
 

@@ -1,10 +1,12 @@
 """From `model.*` to files on disk and the facts that trainer, engine and data must agree on."""
 
 import fcntl
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ray.cloudpickle
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from rlpost.registry import load_dotted
@@ -105,6 +107,14 @@ def load_tokenizer(path: str | Path, cfg: ModelConfig) -> PreTrainedTokenizerBas
         raise ValueError(f"{key}: there is no tokenizer in this folder; set model.tokenizer_path to one that has it")
     if cfg.chat_template is not None:
         tokenizer.chat_template = cfg.chat_template
+    return tokenizer
+
+
+def portable_tokenizer(info: ModelInfo) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, ready to be sent to a process that has neither its files nor its code."""
+    tokenizer = AutoTokenizer.from_pretrained(info.tokenizer_path, trust_remote_code=info.trust_remote_code)
+    if (module := type(tokenizer).__module__).startswith("transformers_modules"):  # the checkpoint's own code
+        ray.cloudpickle.register_pickle_by_value(sys.modules[module])
     return tokenizer
 
 

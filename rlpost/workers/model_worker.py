@@ -15,8 +15,9 @@ from torch import Tensor
 
 from rlpost import heartbeat
 from rlpost.batch import Batch
+from rlpost.host import exported, free_port, host_address, host_id
 from rlpost.metrics import Metric, Metrics, Reduce, merge
-from rlpost.platform import exported, free_port, host_address, host_id, platform
+from rlpost.platform import platform
 from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, RefConfig, TrainRoleConfig
 from rlpost.workers.dispatch import InferWork, TrainWork
 from rlpost.workers.engine.base import Output

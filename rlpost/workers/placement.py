@@ -9,7 +9,8 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlpost.platform import Platform, cpu_count, exported, platform
+from rlpost.host import cpu_count, exported
+from rlpost.platform import Platform, platform
 from rlpost.rocm import check_architectures
 
 TRAINER_GPU_SHARE = 0.5  # what Ray counts for the trainer; engines take none and are pinned by bundle

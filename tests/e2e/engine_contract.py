@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from rlpost.batch import NOT_ASKED, Status
 from rlpost.platform import platform
+from rlpost.trajectory import NOT_ASKED, Status
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.rollout.base import Completion, RolloutEngine, SamplingSpec, WeightManifest
 from rlpost.workers.weight_sync.sender import Sender

@@ -5,8 +5,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlpost.batch import Prompt
 from rlpost.rewards.base import Answer, RewardError
+from rlpost.trajectory import Prompt
 
 
 async def parity(prompt: Prompt, answers: Sequence[Answer], hold: str = "", hold_from: int = 0) -> list[float]:

@@ -8,11 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlpost.batch import Prompt, collate
+from rlpost.batch import collate
 from rlpost.platform import platform
 from rlpost.rewards.config import RewardConfig, RewardTermConfig
 from rlpost.trainer.gate import ParityGate
 from rlpost.trainer.parity import ParityError
+from rlpost.trajectory import Prompt
 from rlpost.workers.config import ActorConfig, ModelConfig, OptimConfig, RolloutConfig
 from rlpost.workers.group import WorkerGroup
 from rlpost.workers.placement import Placement

@@ -6,7 +6,7 @@ import sys
 import pytest
 import ray
 
-from rlpost.platform import exported
+from rlpost.host import exported
 from rlpost.trainer.build import start_ray
 from rlpost.trainer.config import ClusterConfig
 

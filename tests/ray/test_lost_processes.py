@@ -12,7 +12,6 @@ from ray.exceptions import ActorDiedError
 
 from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import AlgoConfig, FilterGroupsConfig
-from rlpost.batch import Group, Provenance
 from rlpost.rewards.config import RewardConfig
 from rlpost.trainer.buffer import GroupBuffer
 from rlpost.trainer.colocated import ColocatedSource
@@ -20,6 +19,7 @@ from rlpost.trainer.fully_async import AsyncSource
 from rlpost.trainer.limits import Limits
 from rlpost.trainer.prompts import PromptQueue
 from rlpost.trainer.source import RolloutSource
+from rlpost.trajectory import Group, Provenance
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.rollout.pool import RolloutPool
 from rlpost.workers.weight_sync.base import make_weight_sync

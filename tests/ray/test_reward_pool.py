@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import ray
 
-from rlpost.batch import Prompt
 from rlpost.rewards.base import Answer, Reward
 from rlpost.rewards.config import RewardConfig, RewardTermConfig
 from rlpost.rewards.scorer import RewardScorer, Scored
+from rlpost.trajectory import Prompt
 
 
 class ScoringActor:

@@ -8,13 +8,13 @@ import ray
 
 from rlpost import aiter
 from rlpost.algos.config import FilterGroupsConfig
-from rlpost.batch import Prompt
 from rlpost.platform import RAY_ENV, platform
 from rlpost.rewards.config import RewardConfig, RewardTermConfig
 from rlpost.trainer.colocated import ColocatedSource
 from rlpost.trainer.gate import ParityGate
 from rlpost.trainer.parity import ParityError
 from rlpost.trainer.repair import AiterRepair
+from rlpost.trajectory import Prompt
 from rlpost.workers import placement
 from rlpost.workers.config import ActorConfig, AiterKernelsConfig, ModelConfig, RolloutConfig
 from rlpost.workers.group import WorkerGroup

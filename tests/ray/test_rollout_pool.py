@@ -9,13 +9,14 @@ import ray
 import torch
 from transformers import AutoTokenizer, Qwen3ForSequenceClassification
 
-from rlpost.batch import Prompt, Provenance
-from rlpost.platform import host_id, platform
+from rlpost.host import host_id
+from rlpost.platform import platform
 from rlpost.rewards.config import RewardConfig, RewardModelConfig, RewardTermConfig
-from rlpost.rewards.model import RewardModel
+from rlpost.trajectory import Prompt, Provenance
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.placement import Placement
+from rlpost.workers.reward_model import RewardModel
 from rlpost.workers.rollout.pool import RolloutPool
 from rlpost.workers.weight_sync.base import BucketSync
 from rlpost.workers.weight_sync.sender import Sender

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import ray
 
-from rlpost.batch import Provenance
+from rlpost.trajectory import Provenance
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.weight_sync.base import make_weight_sync
 from tests.e2e import engine_contract as contract

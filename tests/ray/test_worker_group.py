@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
 
-from rlpost.batch import Batch, Provenance
+from rlpost.batch import Batch
 from rlpost.files import file_digests
+from rlpost.trajectory import Provenance
 from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, OptimConfig, RefConfig
 from rlpost.workers.group import RankDied, WorkerGroup
 from rlpost.workers.model import ModelInfo

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlpost.batch import Batch, Group, Prompt, Provenance, Status, Trajectory, collate
+from rlpost.batch import Batch, collate
+from rlpost.trajectory import Group, Prompt, Provenance, Status, Trajectory
 
 
 def trajectory(prompt_length, response_length, sample_id=0, status=Status.STOP, accuracy=None, version=3):

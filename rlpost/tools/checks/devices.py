@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from rlpost.aiter import FAMILIES
 from rlpost.hazards import Situation, examine
-from rlpost.platform import adopt_visibility, cpu_count, exported, platform
+from rlpost.host import cpu_count, exported
+from rlpost.platform import adopt_visibility, platform
 from rlpost.tools.checks.base import GIB, Finding, Options, Status, passed
 from rlpost.tools.checks.host import gpu_drivers
 from rlpost.workers.rollout.installed import PACKAGES

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlpost.platform import free_port, host_address, platform
+from rlpost.host import free_port, host_address
+from rlpost.platform import platform
 from rlpost.tools.checks.base import Finding, Options, Status, passed
 from rlpost.tools.checks.peer import SPAWN_S, Peer
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import ray
 
-from rlpost.platform import exported, platform
+from rlpost.host import exported
+from rlpost.platform import platform
 from rlpost.tools.checks.base import GIB, Finding, Options, Status, passed, skipped
 from rlpost.trainer.build import start_ray
 from rlpost.trainer.config import ClusterConfig

@@ -3,10 +3,10 @@
 They answer what the order costs, and stand for systems that train on what is finished first.
 """
 
-from rlpost.batch import Group
 from rlpost.tools.simulation.scenario import Scenario
 from rlpost.trainer.buffer import GroupBuffer
 from rlpost.trainer.limits import Limits
+from rlpost.trajectory import Group
 
 
 class OvertakingBuffer(GroupBuffer):

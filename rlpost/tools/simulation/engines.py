@@ -13,11 +13,11 @@ from operator import attrgetter
 
 import numpy as np
 
-from rlpost.batch import Group, Prompt, Provenance, Status, Trajectory
 from rlpost.metrics import Metrics
 from rlpost.tools.simulation.lengths import Lengths
 from rlpost.tools.simulation.scenario import Scenario
 from rlpost.trainer.idle import IdleMeter
+from rlpost.trajectory import Group, Prompt, Provenance, Status, Trajectory
 
 EPSILON = 1e-6  # decode steps: rounding of the virtual clock
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import AlgoConfig, FilterGroupsConfig
-from rlpost.batch import Group, Prompt
 from rlpost.metrics import scalars
 from rlpost.rewards.config import RewardConfig
 from rlpost.tools.simulation.clock import run_virtual
@@ -24,6 +23,7 @@ from rlpost.trainer.colocated import ColocatedSource
 from rlpost.trainer.fully_async import AsyncSource
 from rlpost.trainer.prompts import PromptQueue
 from rlpost.trainer.source import RolloutSource
+from rlpost.trajectory import Group, Prompt
 
 
 @dataclass(slots=True, kw_only=True)

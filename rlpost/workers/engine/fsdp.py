@@ -12,9 +12,10 @@ from torch.profiler import record_function
 
 from rlpost import heartbeat
 from rlpost.algos.ragged import fetch
-from rlpost.batch import Batch, Provenance, send
+from rlpost.batch import Batch, send
 from rlpost.metrics import Metric, Metrics, Reduce, merge
 from rlpost.platform import platform
+from rlpost.trajectory import Provenance
 from rlpost.workers.config import ModelConfig, TrainRoleConfig
 from rlpost.workers.engine import attention, checkpoint, head, optim
 from rlpost.workers.engine.base import MicroLoss, Output, TrainEngine

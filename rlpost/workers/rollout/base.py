@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from rlpost.batch import Status
-from rlpost.platform import host_id
+from rlpost.host import host_id
 from rlpost.registry import Registry, near
+from rlpost.trajectory import Status
 from rlpost.workers.weight_sync.topology import Place
 
 

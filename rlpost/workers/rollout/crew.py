@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.actor import ActorHandle
 
-from rlpost.batch import Prompt, Trajectory
+from rlpost.trajectory import Prompt, Trajectory
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.remote import is_death, own, unwrap
 from rlpost.workers.rollout.base import SamplingSpec

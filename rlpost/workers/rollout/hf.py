@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from rlpost.batch import NOT_ASKED, Status
 from rlpost.platform import platform
+from rlpost.trajectory import NOT_ASKED, Status
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.rollout.base import ENGINES, Completion, RolloutEngine, SamplingSpec, WeightManifest

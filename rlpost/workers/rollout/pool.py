@@ -11,18 +11,21 @@ import ray
 from ray.actor import ActorHandle
 
 from rlpost import heartbeat
-from rlpost.batch import Group, Prompt, Trajectory
-from rlpost.platform import exported, platform
+from rlpost.host import exported
+from rlpost.platform import platform
 from rlpost.rewards.config import RewardConfig
+from rlpost.trajectory import Group, Prompt, Trajectory
 from rlpost.workers.config import RolloutConfig
-from rlpost.workers.model import ModelInfo
+from rlpost.workers.model import ModelInfo, portable_tokenizer
 from rlpost.workers.placement import Placement
 from rlpost.workers.remote import own, settle
+from rlpost.workers.reward_model import RewardModelWorker
 from rlpost.workers.rollout.base import EngineLost, SamplingSpec, request_seed
 from rlpost.workers.rollout.crew import Crew, Lost
 from rlpost.workers.rollout.liveness import LOST, Actors, NoAnswer, within
 from rlpost.workers.rollout.setup import engine_setup
-from rlpost.workers.rollout.worker import RewardModelWorker, RolloutWorker, WorkflowWorker
+from rlpost.workers.rollout.worker import RolloutWorker
+from rlpost.workers.rollout.workflow_worker import WorkflowWorker
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +96,7 @@ class RolloutPool:
             logger.warning(warning)
         cfg = self.cfg = setup.cfg
         self._engine_env = setup.env
+        self._tokenizer = ray.put(portable_tokenizer(self.model))
         try:
             self.engines = [self._make_engine(replica) for replica in range(self._placement.num_replicas)]
             if self._reward.reward_model.path is not None:
@@ -340,7 +344,7 @@ class RolloutPool:
         actor_class = ray.remote(WorkflowWorker).options(num_cpus=0, max_concurrency=MAX_CONCURRENCY)
         worker = actor_class.remote(
             self.cfg,
-            self.model,
+            self._tokenizer,
             self._reward,
             self.engines,
             self._seed if self._seeds_requests() else None,

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 
-from rlpost.batch import Status
+from rlpost.trajectory import Status
 from rlpost.workers.rollout.base import Completion, SamplingSpec, join, request_seed
 
 PAUSE_POLL_S = 0.005

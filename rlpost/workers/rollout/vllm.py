@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from rlpost import aiter
-from rlpost.batch import NOT_ASKED, Status
 from rlpost.platform import platform
+from rlpost.trajectory import NOT_ASKED, Status
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.rollout.base import (

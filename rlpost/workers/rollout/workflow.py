@@ -5,8 +5,8 @@ from typing import Protocol
 
 import numpy as np
 
-from rlpost.batch import Prompt, Provenance, Trajectory
 from rlpost.registry import Registry, load_dotted
+from rlpost.trajectory import Prompt, Provenance, Trajectory
 from rlpost.workers.rollout.base import Completion
 
 # generate(token_ids, n=1, key=""): sample n continuations. Within one run of a workflow calls that may differ need

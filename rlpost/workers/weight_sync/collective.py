@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlpost.platform import exported_while, host_address, platform
+from rlpost.host import exported_while, host_address
+from rlpost.platform import platform
 
 logger = logging.getLogger(__name__)
 

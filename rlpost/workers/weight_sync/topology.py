@@ -9,7 +9,7 @@ CPU = "cpu"  # uuid of a process's device where it has none
 
 @dataclass(slots=True, frozen=True)
 class Place:
-    """Where a trainer rank or an engine holds its weights: `platform.host_id()` and its devices' uuids."""
+    """Where a trainer rank or an engine holds its weights: `host.host_id()` and its devices' uuids."""
 
     host: str
     devices: tuple[str, ...]

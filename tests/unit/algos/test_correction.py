@@ -7,7 +7,7 @@ import torch
 
 from rlpost.algos.config import RolloutCorrectionConfig
 from rlpost.algos.correction import rollout_correction
-from rlpost.batch import NOT_ASKED
+from rlpost.trajectory import NOT_ASKED
 
 MASK = torch.tensor([True, False, True, True, True])
 CU = torch.tensor([0, 3, 5])

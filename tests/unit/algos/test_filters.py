@@ -3,7 +3,7 @@ import pytest
 
 from rlpost.algos.config import FilterGroupsConfig
 from rlpost.algos.filters import Keep, keep_group
-from rlpost.batch import Group, Prompt, Status, Trajectory
+from rlpost.trajectory import Group, Prompt, Status, Trajectory
 
 
 def trajectory(reward: float, accuracy: float | None, status: Status = Status.STOP) -> Trajectory:

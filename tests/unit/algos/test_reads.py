@@ -16,10 +16,10 @@ from rlpost.algos.config import (
     KLControlConfig,
     RolloutCorrectionConfig,
 )
-from rlpost.batch import Status
 from rlpost.config import register, to_object
 from rlpost.overrides import compose
 from rlpost.rules.reads import readers_of, unread
+from rlpost.trajectory import Status
 
 OTHER = {
     "gamma": 0.5,

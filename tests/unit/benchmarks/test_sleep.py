@@ -11,8 +11,8 @@ import torch
 
 from benchmarks import sleep
 from benchmarks.sleep import Checkpoint, Measurement, Round, summary
-from rlpost.batch import Status
 from rlpost.tasks.quickstart import character_tokenizer
+from rlpost.trajectory import Status
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.rollout.base import SamplingSpec
 from rlpost.workers.rollout.hf import HFEngine

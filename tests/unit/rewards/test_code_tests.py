@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlpost.batch import Prompt
 from rlpost.rewards.base import Answer, Reward
 from rlpost.rewards.code_tests import Assertions, Dialogue, code, extract, read_tests, same_text
 from rlpost.rewards.config import RewardConfig, RewardTermConfig
 from rlpost.rewards.limits import MIB, CallLimits, Sandbox
 from rlpost.rewards.sandbox import jail
 from rlpost.rewards.scorer import RewardScorer
+from rlpost.trajectory import Prompt
 
 MISSING = jail._probe(Sandbox.FULL)
 SANDBOX = Sandbox.LIMITS if MISSING else Sandbox.FULL  # what is judged outside of the program holds in both

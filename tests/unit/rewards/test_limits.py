@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlpost.batch import Prompt
 from rlpost.rewards.base import Answer, Reward, RewardError
 from rlpost.rewards.child import _kind
 from rlpost.rewards.config import RewardConfig, RewardTermConfig
 from rlpost.rewards.limits import ErrorKind, Sandbox
 from rlpost.rewards.sandbox.jail import SandboxError
 from rlpost.rewards.scorer import RewardScorer
+from rlpost.trajectory import Prompt
 
 FUNCTIONS = '''
 import ctypes, os, sys, time

@@ -10,10 +10,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen3ForSequenceClassification
 
-from rlpost.batch import Prompt
 from rlpost.rewards.base import Answer
 from rlpost.rewards.config import RewardModelConfig
-from rlpost.rewards.model import RewardModel, reward_model
+from rlpost.rewards.model import reward_model
+from rlpost.trajectory import Prompt
+from rlpost.workers.reward_model import RewardModel
 from tests import tiny
 
 MESSAGES = [{"role": "user", "content": "1+1?"}]

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlpost.batch import Prompt
 from rlpost.rewards.base import Answer, Reward, RewardError
 from rlpost.rewards.config import OverlongBufferConfig, RewardConfig, RewardTermConfig
 from rlpost.rewards.scorer import RewardScorer, Scored, check_rewards
+from rlpost.trajectory import Prompt
 
 FUNCTIONS = '''
 import asyncio, os, time

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlpost.batch import Prompt
 from rlpost.rewards.base import REWARDS, Answer
 from rlpost.rewards.match import exact_match, final_number, last_boxed, number_match
 from rlpost.rewards.shaping import format_match, length, soft_overlong_punishment
+from rlpost.trajectory import Prompt
 
 DATA = Path(os.environ.get("RLPOST_DATA", Path(__file__).parents[4] / "shared" / "data"))
 

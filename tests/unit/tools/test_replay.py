@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlpost.algos.config import AlgoConfig
-from rlpost.batch import Batch, Provenance
+from rlpost.batch import Batch
 from rlpost.config import Config
 from rlpost.data_config import DataConfig
 from rlpost.metrics import scalars
@@ -20,6 +20,7 @@ from rlpost.tools.replays.compare import WHOLE, compare
 from rlpost.tools.replays.rerun import GRADIENTS, RESULT, Changes, rerun, train
 from rlpost.trainer.nonfinite import Fault
 from rlpost.trainer.replay import Bundle, ReplayStore, describe
+from rlpost.trajectory import Provenance
 from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, OptimConfig, RolloutConfig
 from rlpost.workers.dispatch import TrainWork, plan_train
 from rlpost.workers.model_worker import ModelWorker

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlpost.batch import Group, Prompt, Provenance, Status, Trajectory
 from rlpost.trainer.buffer import GroupBuffer, Slot
+from rlpost.trajectory import Group, Prompt, Provenance, Status, Trajectory
 from rlpost.workers.rollout.base import SamplingSpec
 
 SPEC = SamplingSpec(temperature=1.0, max_tokens=4, vocab_size=32)

@@ -6,11 +6,11 @@ import pytest
 
 from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import AlgoConfig, FilterGroupsConfig
-from rlpost.batch import Status
 from rlpost.metrics import scalars
 from rlpost.rewards.config import RewardConfig
 from rlpost.trainer.colocated import ColocatedSource
 from rlpost.trainer.source import BudgetExhausted, RewardFailure
+from rlpost.trajectory import Status
 from rlpost.workers.config import ActorConfig, FSDPConfig
 from rlpost.workers.model_worker import ModelWorker, WorkerSetup
 from rlpost.workers.rollout.base import EngineLost

@@ -4,8 +4,8 @@ import itertools
 import numpy as np
 import pytest
 
-from rlpost.batch import Group, Prompt, Provenance, Status, Trajectory
 from rlpost.trainer.evaluate import Evaluator, pass_at_k, summarize
+from rlpost.trajectory import Group, Prompt, Provenance, Status, Trajectory
 
 
 def group(accuracies, status=Status.STOP):

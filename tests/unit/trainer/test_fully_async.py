@@ -5,11 +5,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from rlpost.batch import Status
 from rlpost.metrics import scalars
 from rlpost.trainer.fully_async import MAX_FAILURES
 from rlpost.trainer.limits import Limits, OnStale
 from rlpost.trainer.source import BudgetExhausted, PromptsExhausted, RewardFailure
+from rlpost.trajectory import Status
 from tests.unit.trainer.rollouts import Stream, group, prompt
 from tests.unit.trainer.virtual_rollout import SETTINGS, TRAIN_S, G, flat, oldest, random_lengths, run, train
 

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from rlpost.batch import Group, Prompt, Status
 from rlpost.tools.simulation.clock import run_virtual
+from rlpost.trajectory import Group, Prompt, Status
 from rlpost.workers.rollout.base import EngineLost
 from tests.unit.trainer.rollouts import group
 from tests.unit.trainer.virtual_rollout import (

@@ -5,11 +5,11 @@ import pickle
 
 import pytest
 
-from rlpost.batch import Status
 from rlpost.metrics import scalars
 from rlpost.trainer.fully_async import staleness_metrics
 from rlpost.trainer.limits import Limits
 from rlpost.trainer.state import CheckpointStore
+from rlpost.trajectory import Status
 from tests.unit.trainer.rollouts import group, prompt
 from tests.unit.trainer.virtual_rollout import SETTINGS, G, flat, oldest, random_lengths, run, train
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpost.batch import Status
 from rlpost.files import DiskFull
 from rlpost.tools import ledger as tool
 from rlpost.trainer.history import History, compacted, encode_all, holding, read_log
 from rlpost.trainer.ledger import Ledger
+from rlpost.trajectory import Status
 from tests.unit.trainer.rollouts import group, prompt
 
 PROMPTS = [prompt(i) for i in range(12)]

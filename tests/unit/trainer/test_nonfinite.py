@@ -7,13 +7,14 @@ import torch
 
 from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import AlgoConfig, KLControlConfig
-from rlpost.batch import NOT_ASKED, Batch, collate
+from rlpost.batch import Batch, collate
 from rlpost.metrics import Metric, Reduce
 from rlpost.trainer.config import TrainerConfig
 from rlpost.trainer.history import History
 from rlpost.trainer.ledger import Ledger
 from rlpost.trainer.nonfinite import CHECKED, NonFinite, fault_of_update, faults, require_finite
 from rlpost.trainer.replay import Bundle, ReplayStore
+from rlpost.trajectory import NOT_ASKED
 from tests.unit.trainer.rollouts import group, prompt
 from tests.unit.trainer.whole_trainer import make_trainer
 

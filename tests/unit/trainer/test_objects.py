@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpost.batch import Status
 from rlpost.trainer.objects import Packer, Unpacker, plain, prompts_in, untag
+from rlpost.trajectory import Status
 from tests.unit.trainer.rollouts import group, prompt
 
 SCALARS = (

@@ -3,9 +3,10 @@ import asyncio
 import pytest
 import torch
 
-from rlpost.batch import NOT_ASKED, Batch
+from rlpost.batch import Batch
 from rlpost.trainer.gate import ParityGate
 from rlpost.trainer.parity import Parity, ParityError, compare, likely_cause
+from rlpost.trajectory import NOT_ASKED
 
 
 def batch(old, rollout, versions, mask):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from rlpost.batch import Status
 from rlpost.metrics import merge, scalars
 from rlpost.rewards.config import RewardConfig
 from rlpost.trainer.source import RewardFailure, check_rewards, rollout_metrics, warn_of_errors
+from rlpost.trajectory import Status
 from tests.unit.trainer.rollouts import group, prompt
 
 

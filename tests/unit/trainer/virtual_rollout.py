@@ -8,7 +8,6 @@ from typing import Any
 
 from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import AlgoConfig, FilterGroupsConfig
-from rlpost.batch import Group, Prompt, Status
 from rlpost.metrics import Metric, Reduce
 from rlpost.rewards.config import RewardConfig
 from rlpost.tools.simulation.clock import run_virtual
@@ -16,6 +15,7 @@ from rlpost.trainer.buffer import GroupBuffer
 from rlpost.trainer.fully_async import AsyncSource
 from rlpost.trainer.limits import Limits
 from rlpost.trainer.prompts import PromptQueue
+from rlpost.trajectory import Group, Prompt, Status
 from tests.unit.trainer.rollouts import SPEC, Stream, group
 
 G = 4  # groups a step

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from rlpost.platform import free_port, platform
+from rlpost.host import free_port
+from rlpost.platform import platform
 from rlpost.workers.model_worker import ModelWorker
 
 LIMIT_S = 4.0

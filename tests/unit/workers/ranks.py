@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from rlpost.batch import Batch, Provenance
+from rlpost.batch import Batch
+from rlpost.host import free_port
 from rlpost.metrics import Metric, Reduce, merge, scalars
-from rlpost.platform import free_port
+from rlpost.trajectory import Provenance
 from rlpost.workers.config import ActorConfig, CriticConfig, FSDPConfig, ModelConfig, OptimConfig, RefConfig
 from rlpost.workers.dispatch import CustomLoss, assemble, plan_infer, plan_train
 from rlpost.workers.engine.weights import gather

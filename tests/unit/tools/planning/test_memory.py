@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from rlpost.batch import Batch
-from rlpost.platform import free_port
+from rlpost.host import free_port
 from rlpost.tools.planning.hardware import GIB
 from rlpost.tools.planning.memory import predict_memory
 from rlpost.tools.planning.run import read_run

@@ -3,7 +3,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from rlpost.batch import Status
+from rlpost.trajectory import Status
 from rlpost.workers.rollout.base import Completion, SamplingSpec, request_seed
 from rlpost.workers.rollout.requests import Requests
 

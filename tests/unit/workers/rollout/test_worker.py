@@ -6,12 +6,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rlpost.batch import Prompt, Status
 from rlpost.rewards.config import RewardConfig, RewardTermConfig
+from rlpost.trajectory import Prompt, Status
 from rlpost.workers.config import RolloutConfig
+from rlpost.workers.model import portable_tokenizer
 from rlpost.workers.rollout.base import Completion, EngineLost, SamplingSpec
-from rlpost.workers.rollout.worker import MAX_RESENDS, Request, Router, WorkflowWorker
+from rlpost.workers.rollout.router import MAX_RESENDS, Request, Router
 from rlpost.workers.rollout.workflow import WORKFLOWS, trajectory
+from rlpost.workers.rollout.workflow_worker import WorkflowWorker
 from tests.e2e import engine_contract as contract
 
 SPEC = SamplingSpec(temperature=1.0, max_tokens=4, vocab_size=32)
@@ -80,7 +82,7 @@ def run(info, engines: list[Engine], *, text: str = "", n: int = 2, workflow: st
     async def main():
         term = RewardTermConfig(fn=f"tests.ray.rewards_for_tests.{fn}")
         reward = RewardConfig(terms={"length": term}, on_error=on_error)
-        worker = WorkflowWorker(RolloutConfig(workflow=workflow), info, reward, engines, seed, 8)
+        worker = WorkflowWorker(RolloutConfig(workflow=workflow), portable_tokenizer(info), reward, engines, seed, 8)
         asked = [Prompt(id=f"p{i}", index=i, token_ids=np.array([5, 6]), text=text, data_source="d") for i in range(4)]
         await worker.start()
         try:

@@ -3,7 +3,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from rlpost.batch import Prompt, Provenance, Status
+from rlpost.trajectory import Prompt, Provenance, Status
 from rlpost.workers.rollout.base import Completion, join, request_seed
 from rlpost.workers.rollout.workflow import get_workflow, single_turn
 
