@@ -1,17 +1,22 @@
-"""The actor around one engine: a process of its own, because an engine's host loop bounds decoding."""
+"""The actor around one engine: a process of its own, because an engine's host loop bounds decoding.
+
+Whoever holds its handle imports this module: it loads no engine, and no torch, before an actor is made.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlpost import heartbeat
 from rlpost.host import exported
 from rlpost.workers.config import RolloutConfig
-from rlpost.workers.model import ModelInfo
 from rlpost.workers.remote import settle
 from rlpost.workers.rollout.base import ENGINES, Completion
 from rlpost.workers.rollout.liveness import Processes
 from rlpost.workers.rollout.router import Answered, Request
+
+if TYPE_CHECKING:
+    from rlpost.workers.model import ModelInfo
 
 PHASES = {
     "start": "start",
@@ -28,7 +33,7 @@ MOMENT_S = 0.005  # answers that come within it travel together
 class RolloutWorker:
     """One engine replica in a process of its own; `seed` is the engine's, for requests without one."""
 
-    def __init__(self, cfg: RolloutConfig, model: ModelInfo, max_model_len: int, seed: int = 0):
+    def __init__(self, cfg: RolloutConfig, model: "ModelInfo", max_model_len: int, seed: int = 0):
         heartbeat.start(exported().get(heartbeat.VARIABLE), heartbeat.numberless("engine"))
         self._timeout_s = cfg.request_timeout_s
         self._engine = ENGINES.get(cfg.name, "rollout.name")(cfg, model, max_model_len, seed)
