@@ -4,8 +4,9 @@ import asyncio
 import dataclasses
 import logging
 import signal
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, closing
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -266,16 +267,30 @@ async def start_processes(
     and must not see the trainer take and free some meanwhile. With `sleep` it is asleep at the end."""
     placement = build_placement(cfg, stack)
     check_fit(cfg, facts.model, placement, sleep)
+
+    async def start_pool() -> RolloutPool:
+        with _announced(f"engines: {placement.num_replicas} of {cfg.rollout.name}"):
+            return await build_pool(cfg, facts, placement, stack)
+
+    async def start_workers() -> WorkerGroup:
+        with _announced(f"trainer ranks: {placement.num_ranks}"):
+            return await asyncio.to_thread(build_workers, cfg, facts, placement, total_steps, stack)
+
     if platform().kind == "cpu":
-        pool, workers = await _together(
-            build_pool(cfg, facts, placement, stack),
-            asyncio.to_thread(build_workers, cfg, facts, placement, total_steps, stack),
-        )
+        pool, workers = await _together(start_pool(), start_workers())
         return pool, workers
-    pool = await build_pool(cfg, facts, placement, stack)
+    pool = await start_pool()
     if sleep:
         await pool.sleep()
-    return pool, await asyncio.to_thread(build_workers, cfg, facts, placement, total_steps, stack)
+    return pool, await start_workers()
+
+
+@contextmanager
+def _announced(what: str) -> Iterator[None]:
+    """Say that `what` has started, and how long it took: it may be minutes."""
+    start = time.perf_counter()
+    yield
+    logger.info("%s, started in %.0f s", what, time.perf_counter() - start)
 
 
 async def _together(*starting: Awaitable[Any]) -> list[Any]:

@@ -111,10 +111,12 @@ class Ledger:
         if mark is None and not void:
             return  # a new run, of which there is nothing to say
         groups = {group[0] for record in void for group in record.get("groups", ())}
-        voided = {"groups": len(groups), "steps": [record["step"] for record in void if record["at"] == "trained"]}
+        steps = [record["step"] for record in void if record["at"] == "trained"]
+        voided = {"groups": len(groups), "steps": steps}
         self._append("resumed", to_disk=True, step=step, mark=mark, voided=voided, time_s=_now_s())
         if void:
-            logger.warning("the run goes on after step %d; undone: work on %d groups, steps %s", step, *voided.values())
+            undone = f"steps {min(steps)} to {max(steps)}" if steps else "no step"
+            logger.warning("the run goes on after step %d; undone: work on %d groups, %s", step, len(groups), undone)
         else:
             logger.info("the run goes on after step %d", step)
 
