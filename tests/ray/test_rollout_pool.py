@@ -176,7 +176,8 @@ def test_pool_serves_a_reward_model(info, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(info.tokenizer_path)
     tokenizer.save_pretrained(tmp_path)
     judge = RewardModelConfig(path=str(tmp_path))
-    pool = make_pool(info, reward=RewardConfig(terms={"rm": RewardTermConfig(fn="reward_model")}, reward_model=judge))
+    reward = RewardConfig(terms={"rm": RewardTermConfig(fn="reward_model")}, reward_model=judge, timeout_s=100)
+    pool = make_pool(info, reward=reward)  # its time includes that of a restart
 
     async def body() -> None:
         (group,) = await pool.run(prompts(1), 3, contract.spec())

@@ -96,7 +96,7 @@ class RolloutPool:
             logger.warning(warning)
         cfg = self.cfg = setup.cfg
         self._engine_env = setup.env
-        self._tokenizer = ray.put(portable_tokenizer(self.model))
+        self._tokenizer = portable_tokenizer(self.model)
         try:
             self.engines = [self._make_engine(replica) for replica in range(self._placement.num_replicas)]
             if self._reward.reward_model.path is not None:
