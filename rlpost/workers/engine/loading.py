@@ -104,7 +104,8 @@ def load_sharded(
     model = PackedModel(build(path, cfg, critic=critic, attention=attention, meta=True), vocab_size, compiles)
     if cfg.enable_gradient_checkpointing:
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.to(master_dtype)
+    for parameter in model.parameters():  # not the buffers: rotary frequencies must stay float32
+        parameter.data = parameter.data.to(master_dtype)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in decoder_layers(model.model):
         if compiles:

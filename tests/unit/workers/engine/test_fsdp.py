@@ -17,6 +17,7 @@ from ranks import TEMPERATURE, VOCAB, policy_loss, ragged_batch, value_loss, wri
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from rlpost.batch import Batch
 from rlpost.files import is_disk_full
 from rlpost.workers.engine import checkpoint, compiling
 
@@ -53,6 +54,15 @@ def test_export_loads_in_transformers_with_the_same_logprobs(any_path, tmp_path)
     (output,) = engine.forward([batch])
     torch.testing.assert_close(output.logprobs[1:], log_p.gather(1, ids[1:, None])[:, 0], rtol=1e-5, atol=1e-5)
     assert output.logprobs[0] == 0.0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_reference_is_the_actor_before_training_also_far_into_a_sequence(path, dtype):
+    ids = torch.randint(VOCAB, (300,), generator=torch.Generator().manual_seed(1))
+    batch = Batch(torch.tensor([0, len(ids)]), {"token_ids": ids})
+    actor, reference = (_engine(path, actor={"dtype": dtype}, train=train) for train in (True, False))
+    assert torch.equal(reference.forward([batch])[0].logprobs, actor.forward([batch])[0].logprobs)
+    assert {buffer.dtype for buffer in reference.model.buffers()} == {torch.float32}
 
 
 def test_tied_weights_stay_tied(path):
