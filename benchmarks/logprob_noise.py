@@ -10,6 +10,7 @@ than what two such computations of the same model differ by.
 
 import argparse
 import json
+import os
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ def prompts(model: str, count: int, seed: int) -> list[list[int]]:
 
 def by_vllm(model: str, dtype: str, ids: list[list[int]], num_tokens: int, **arguments: Any) -> list[Answer]:
     """Sampled in `dtype`."""
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # as in a run: else it wants a compiler at start
     from vllm import LLM, SamplingParams
 
     llm = LLM(model, dtype=dtype, gpu_memory_utilization=0.3, max_model_len=1024, disable_log_stats=True, **arguments)

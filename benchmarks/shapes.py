@@ -37,7 +37,7 @@ def config(shape: str, **changes: Any) -> "Qwen3Config":
 
 
 def write(wanted: "Qwen3Config", folder: Path, stop_token_ids: list[int] | None = None, seed: int = 0) -> int:
-    """Random weights in bfloat16 (float32 on CPU), made on the device; returns the number of parameters.
+    """Random weights in bfloat16, made on the device; returns the number of parameters.
 
     Args:
         wanted: of the model.
@@ -54,7 +54,7 @@ def write(wanted: "Qwen3Config", folder: Path, stop_token_ids: list[int] | None 
     torch.manual_seed(seed)
     with here.device():
         model = Qwen3ForCausalLM(wanted)
-    model.to(here.dtype("auto"))
+    model.to(torch.bfloat16)
     if stop_token_ids is not None:
         model.generation_config.eos_token_id = stop_token_ids or None
     model.save_pretrained(str(folder))

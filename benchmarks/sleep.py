@@ -7,7 +7,8 @@ rlpost's own `RolloutEngine`, in a round: a warm call, sleep, waking its weights
 afterwards, and greedy answers that are compared with those before the first sleep. Calls have prompts of their own, so
 that the prefix cache, which sleep empties, answers for neither. Medians of `--repeats` rounds after one to warm up.
 
-Columns: GiB of the first device that the engine holds (awake, asleep), and that waking each part takes; GB/s are what
+Columns: GiB of the first device that the engine holds (awake, asleep), and that waking each part takes (vLLM counts its
+sampler's tables, 4 bytes for each sequence and id of the vocabulary, among the weights); GB/s are what
 was given back over the seconds of sleep, and taken over those of waking. After a level 2, which drops the weights, an
 update brings them from host memory before the KV cache wakes, as a run's publish does; its time is not counted
 (`benchmarks.weight_sync` measures that). The first call after waking is as fast as a warm one where graphs survive.

@@ -127,6 +127,7 @@ def measure(
     args: argparse.Namespace, model: str, packed: int, lengths: str, checkpointing: bool, compile: str
 ) -> list[dict]:
     """A row for the training step and one for the logprob pass."""
+    torch._dynamo.reset()  # else what an earlier combination compiled makes this one's shapes dynamic
     path = checkpoint(model, args.cache)
     config = AutoConfig.from_pretrained(path)
     load = make_load(lengths, packed, args.micro_batches, config.vocab_size, args.prompt_tokens, 1 + dist.get_rank())
@@ -244,6 +245,7 @@ def main() -> None:
     args = parser.parse_args()
     _connect()
     rows: list[dict[str, Any]] = []
+    notes = f"Medians of {args.repeats} after {args.warm_up}; seed 1 + rank; MFU of {args.peak_tflops:g} TFLOP/s."
     choices = (args.model, args.packed, args.lengths, args.checkpointing, args.compile)
     for model, packed, lengths, checkpointing, compile in itertools.product(*choices):
         try:
@@ -251,11 +253,9 @@ def main() -> None:
         except torch.OutOfMemoryError:
             rows.append({"model": Path(model).name, "packed": packed, "lengths": lengths, "pass": "out of memory"})
         platform().empty_cache()
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0:  # each time: what was measured outlives a time limit
             print(rows[-2:], flush=True)
-    if dist.get_rank() == 0:
-        notes = f"Medians of {args.repeats} after {args.warm_up}; seed 1 + rank; MFU of {args.peak_tflops:g} TFLOP/s."
-        write(args.out, "train_step", rows, notes)
+            write(args.out, "train_step", rows, notes)
     dist.destroy_process_group()
 
 

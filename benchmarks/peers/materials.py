@@ -66,7 +66,7 @@ def stop_ids(lengths: Lengths, vocabulary: int, eos: int) -> list[int]:
 
 
 def make_model(shape_name: str, lengths: Lengths, source: Path, folder: Path, vocabulary: int = VOCABULARY) -> None:
-    """Random weights of a Qwen3 shape in bfloat16 (float32 on CPU) with its tokenizer, unless they are there."""
+    """Random weights of a Qwen3 shape in bfloat16 with its tokenizer, unless they are there."""
     request = {"shape": shape_name, "lengths": lengths.name, "vocabulary": vocabulary, "source": str(source)}
     if finished(folder, request) is not None:
         return
