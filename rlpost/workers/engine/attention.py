@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from rlpost.workers.engine.parallel import all_gather
+
 NAME = "rlpost_packed"
 VARLEN_NAMES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
@@ -154,7 +156,7 @@ class _GatherSlices(torch.autograd.Function):
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         whole = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+        all_gather(whole, x.contiguous(), group)
         return whole
 
     @staticmethod

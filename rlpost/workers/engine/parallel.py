@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+# (output, input, group): the equal parts of all ranks in one tensor; torch renamed it in 2.13
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(slots=True, frozen=True)
 class Parallel:

@@ -1,6 +1,6 @@
-"""Full weights under checkpoint names, one parameter at a time, from a sharded model."""
+"""Full weights under checkpoint names, some at a time, from a sharded model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -9,6 +9,9 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlpost.workers.engine.packed_model import PackedModel
+from rlpost.workers.engine.parallel import all_gather
+
+PORTION_BYTES = 64 << 20  # of full parameters that are gathered at once: small ones would each cost a message
 
 
 class WeightNames:
@@ -50,37 +53,66 @@ def _plain(name: str) -> str:
 
 @torch.no_grad()
 def named_weights(names: WeightNames, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """See `TrainEngine.named_weights`. Only one full parameter exists at a time."""
+    """See `TrainEngine.named_weights`. Full parameters of `PORTION_BYTES` exist at a time, or one that is larger."""
+    plain: list[tuple[str, nn.Parameter]] = []
     for name, module, parameter in names.parameters():
         layer = names.lora.get(module)
         if layer is not None and name.endswith(".weight"):
-            full = _merged(layer, parameter, device).to(dtype)
+            yield from names.to_checkpoint(name, _merged(layer, parameter, device).to(dtype)).items()
         else:
-            full = gather(parameter, dtype, device)
-        yield from names.to_checkpoint(name, full).items()
+            plain.append((name, parameter))
+    for portion in _portions(plain, dtype):
+        fulls = gather([parameter for _, parameter in portion], dtype, device)
+        for (name, _), full in zip(portion, fulls, strict=True):
+            yield from names.to_checkpoint(name, full).items()
 
 
-def gather(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The full parameter on `device`, cast before it is gathered; the shard may lie in host memory."""
-    if not isinstance(parameter, DTensor):
-        return parameter.detach().to(device, dtype)
-    shard = parameter.detach().to_local().to(device, dtype)
-    if parameter.device_mesh.size() == 1:
-        return shard
-    return DTensor.from_local(
-        shard,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    ).full_tensor()
+def _portions(
+    parameters: list[tuple[str, nn.Parameter]], dtype: torch.dtype
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    portion: list[tuple[str, nn.Parameter]] = []
+    nbytes = 0
+    for name, parameter in parameters:
+        more = parameter.numel() * dtype.itemsize
+        if portion and nbytes + more > PORTION_BYTES:
+            yield portion
+            portion, nbytes = [], 0
+        portion.append((name, parameter))
+        nbytes += more
+    if portion:
+        yield portion
+
+
+def gather(parameters: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """The full parameters on `device`, cast before they are gathered, in one message; shards may lie in host memory.
+
+    Args:
+        parameters: plain tensors, or all of them sharded by rows over the same mesh (and replicated over others).
+    """
+    if not isinstance(parameters[0], DTensor):
+        return [parameter.detach().to(device, dtype) for parameter in parameters]
+    first = parameters[0]
+    (over,) = (i for i, placement in enumerate(first.placements) if placement.is_shard(0))
+    size = first.device_mesh.size(over)
+    shards = [parameter.detach().to_local().to(device, dtype) for parameter in parameters]
+    if size == 1:
+        return shards
+    rows = [-(-parameter.shape[0] // size) for parameter in parameters]  # of each rank but the last, which has the rest
+    lengths = [n * parameter.shape[1:].numel() for n, parameter in zip(rows, parameters, strict=True)]
+    own = torch.zeros(sum(lengths), dtype=dtype, device=device)
+    for part, shard in zip(own.split(lengths), shards, strict=True):
+        part[: shard.numel()] = shard.flatten()
+    whole = own.new_empty(size, len(own))
+    all_gather(whole.flatten(), own, first.device_mesh.get_group(over))
+    return [
+        part.reshape(-1, *parameter.shape[1:])[: parameter.shape[0]]
+        for part, parameter in zip(whole.split(lengths, dim=1), parameters, strict=True)
+    ]
 
 
 def _merged(layer: LoraLayer, base: Tensor, device: torch.device) -> Tensor:
     """W + scaling * B A (Hu et al. 2021) in float32, without touching the layer."""
     (adapter,) = layer.lora_A.keys()
-    full = gather(base, torch.float32, device)
-    a = gather(layer.lora_A[adapter].weight, torch.float32, device)
-    b = gather(layer.lora_B[adapter].weight, torch.float32, device)
+    parts = (base, layer.lora_A[adapter].weight, layer.lora_B[adapter].weight)
+    full, a, b = gather(parts, torch.float32, device)
     return full.add(b @ a, alpha=layer.scaling[adapter])

@@ -115,7 +115,7 @@ def run_case(worker: ModelWorker, case: Case) -> dict[str, Any]:
         engine = worker.engines[role]
         result[f"{role}_weights"] = {n: w.clone() for n, w in engine.named_weights(torch.float32)}
         result[f"{role}_gradients"] = {
-            name: gather(engine.optimizer.state[p]["exp_avg"], torch.float32, engine.device)
+            name: gather([engine.optimizer.state[p]["exp_avg"]], torch.float32, engine.device)[0]
             for name, p in engine.model.named_parameters()
             if p.requires_grad
         }

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from rlpost.batch import Batch
 from rlpost.files import is_disk_full
 from rlpost.workers.engine import checkpoint, compiling
+from rlpost.workers.engine import weights as engine_weights
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -34,7 +35,9 @@ def path(tmp_path_factory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def test_names_and_values_are_the_checkpoints(any_path):
+@pytest.mark.parametrize("portion", [1, 5000, 64 << 20])
+def test_names_and_values_are_the_checkpoints(any_path, portion, monkeypatch):
+    monkeypatch.setattr(engine_weights, "PORTION_BYTES", portion)
     saved = load_file(any_path / "model.safetensors")
     weights = _weights(_engine(any_path))
     assert weights.keys() == saved.keys()
