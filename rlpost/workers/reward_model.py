@@ -1,12 +1,10 @@
-"""A reward model: a sequence-classification checkpoint that scores texts, and the actor around it."""
+"""A reward model: a sequence-classification checkpoint that scores texts."""
 
 from collections.abc import Sequence
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rlpost import heartbeat
-from rlpost.host import exported
 from rlpost.rewards.config import RewardModelConfig
 from rlpost.rewards.model import Messages
 
@@ -61,16 +59,3 @@ class RewardModel:
         if not self.tokenizer.chat_template:
             raise ValueError("the reward model's tokenizer has no chat template: set kwargs.chat=false in its term")
         return self.tokenizer.apply_chat_template(messages, tokenize=False)
-
-
-class RewardModelWorker(RewardModel):
-    """`RewardModel` in a process of its own."""
-
-    def __init__(self, path: str, cfg: RewardModelConfig, device: str):
-        heartbeat.start(exported().get(heartbeat.VARIABLE), heartbeat.numberless("reward model"))
-        super().__init__(path, cfg, device)
-
-    @heartbeat.during("reward")
-    def score(self, texts: Sequence[str | Messages]) -> list[float]:
-        """See `RewardModel.score`."""
-        return super().score(texts)

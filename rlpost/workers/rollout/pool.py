@@ -19,7 +19,7 @@ from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo, portable_tokenizer
 from rlpost.workers.placement import Placement
 from rlpost.workers.remote import own, settle
-from rlpost.workers.reward_model import RewardModelWorker
+from rlpost.workers.reward_worker import RewardModelWorker
 from rlpost.workers.rollout.base import EngineLost, SamplingSpec, request_seed
 from rlpost.workers.rollout.crew import Crew, Lost
 from rlpost.workers.rollout.liveness import LOST, Actors, NoAnswer, within
