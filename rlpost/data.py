@@ -129,13 +129,29 @@ def load_prompts(files: str | Sequence[str], cfg: DataConfig, tokenizer: Any, sp
 
 
 def load_val_sets(cfg: DataConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
-    """Validation sets by name: the names of the map `data.val_files`, or of the sources when it is a string or list."""
+    """Validation sets by the names of their metrics, `val/<name>/...`.
+
+    With a map these are its names; one whose rows have several `data_source` is told apart as `<name>/<data source>`.
+    With a string or a list they are the data sources.
+    """
     if cfg.val_files is None:
         return {}
     if isinstance(cfg.val_files, dict):
-        return {name: _load(files, cfg, tokenizer, "val", name).prompts for name, files in cfg.val_files.items()}
+        sets: dict[str, list[Prompt]] = {}
+        for name, files in cfg.val_files.items():
+            parts = _by_data_source(_load(files, cfg, tokenizer, "val", name).prompts)
+            sets |= {name if len(parts) == 1 else f"{name}/{source}": prompts for source, prompts in parts.items()}
+        return sets
     sources = _read_sources(cfg.val_files, "data.val_files")
-    return {source.name: _prompts_of([source], cfg, tokenizer, "val", None).prompts for source in sources}
+    loaded = [_prompts_of([source], cfg, tokenizer, "val", None).prompts for source in sources]
+    return _by_data_source([prompt for prompts in loaded for prompt in prompts])
+
+
+def _by_data_source(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
+    parts: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        parts.setdefault(prompt.data_source, []).append(prompt)
+    return parts
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,8 +1,7 @@
-"""Validation: greedy or sampled answers on held-out prompts, metrics for each data source."""
+"""Validation: greedy or sampled answers on held-out prompts, metrics for each set."""
 
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -71,25 +70,20 @@ class Evaluator:
         self.sets, self._n, self._spec, self._decode, self._batch_size = sets, n, spec, decode, batch_size
 
     async def run(self, generate: Generate) -> tuple[dict[str, float], list[Group]]:
-        """`val/<data source>/<metric>` for every data source, and all groups."""
-        groups: list[Group] = []
-        for prompts in self.sets.values():
+        """`val/<set>/<metric>` for every set, and all groups."""
+        report: dict[str, float] = {}
+        everything: list[Group] = []
+        for name, prompts in self.sets.items():
+            groups: list[Group] = []
             size = self._batch_size or len(prompts)
             for start in range(0, len(prompts), size):
                 groups += await generate(prompts[start : start + size], self._n, self._spec)
-        by_source: dict[str, list[Group]] = defaultdict(list)
-        for group in groups:
-            by_source[group.data_source].append(group)
-        for source_name, members in by_source.items():
-            errors = [t.error for g in members for t in g.trajectories if t.status is Status.REWARD_ERROR]
+            errors = [t.error for g in groups for t in g.trajectories if t.status is Status.REWARD_ERROR]
             if errors:
-                logger.warning("validation: %d answers of '%s' have no score: %s", len(errors), source_name, errors[0])
-        report = {
-            f"val/{source_name}/{metric}": value
-            for source_name, members in by_source.items()
-            for metric, value in summarize(members).items()
-        }
-        return report, groups
+                logger.warning("validation: %d answers of '%s' have no score: %s", len(errors), name, errors[0])
+            report |= {f"val/{name}/{metric}": value for metric, value in summarize(groups).items()}
+            everything += groups
+        return report, everything
 
     def rows(self, groups: Sequence[Group], samples: int | None = None) -> list[dict[str, Any]]:
         """Table rows of the first `samples` answers (None: all) to each prompt; no `reward` where scoring failed."""

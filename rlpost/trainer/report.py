@@ -76,9 +76,9 @@ class Reporter:
                     file.write(json.dumps(row, default=str) + "\n")
 
     def summary(self, step: int, wall_s: float, finished: bool) -> dict[str, Any]:
-        """Accuracy before the first step and at the last validation after it, None where there was none; the last line
-        of output."""
-        headline = next((k for v in self._validations for k in v if k.endswith("/accuracy")), "")
+        """The last line of output. Accuracy is that of the last validation's first set, before the first step and after
+        it, None where there was none."""
+        headline = next((k for v in reversed(self._validations) for k in v if k.endswith("/accuracy")), "")
         before = [v.get(headline) for v in self._validations if v["step"] == 0]
         after = [v.get(headline) for v in self._validations if v["step"] > 0]
         return {

@@ -208,6 +208,21 @@ def test_validation_sets_are_named_and_limited(tokenizer: Any, sums: str) -> Non
     assert load_val_sets(config(sums), tokenizer) == {}
 
 
+def test_validation_sets_of_rows_with_sources_of_their_own(tokenizer: Any, tmp_path: Path) -> None:
+    def rows(name: str, *sources: str) -> str:
+        write(tmp_path / f"{name}.jsonl", *({"prompt": "1", "answer": "2", "data_source": source} for source in sources))
+        return str(tmp_path / f"{name}.jsonl")
+
+    def sizes(val_files: Any) -> dict[str, int]:
+        sets = load_val_sets(config(rows("train", "a"), val_files=val_files), tokenizer)
+        return {name: len(prompts) for name, prompts in sets.items()}
+
+    one, both = rows("one", "a", "a"), rows("both", "a", "b", "b")
+    assert sizes({"easy": one, "hard": one}) == {"easy": 2, "hard": 2}
+    assert sizes({"easy": one, "all": both}) == {"easy": 2, "all/a": 1, "all/b": 2}
+    assert sizes([one, both]) == {"a": 3, "b": 2}  # as verl does
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

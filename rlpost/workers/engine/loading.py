@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
+from rlpost.registry import near
 from rlpost.workers.config import ModelConfig
 from rlpost.workers.engine import compiling
 from rlpost.workers.engine.packed_model import PackedModel
@@ -31,7 +32,8 @@ def build(path: str, cfg: ModelConfig, *, critic: bool, attention: str, meta: bo
         meta: no weights, only shapes; otherwise weights on the CPU in the checkpoint's dtype.
 
     Raises:
-        ValueError: the model changes its logits in a way that the logprob head does not know.
+        ValueError: the model changes its logits in a way that the logprob head does not know, or has no module of a
+            name in `cfg.target_modules`.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=cfg.trust_remote_code, **cfg.override_config)
     for name in UNSUPPORTED:
@@ -75,6 +77,12 @@ def _lora_config(cfg: ModelConfig, model: PreTrainedModel) -> LoraConfig:
             n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output
         }
         targets = sorted(linear)
+    elif not isinstance(targets, str):
+        modules = [name for name, _ in model.named_modules()]
+        for target in targets:
+            if not any(f".{name}".endswith(f".{target}") for name in modules):
+                known = near(target, sorted({name.rpartition(".")[2] for name in modules}))
+                raise ValueError(f"model.target_modules: the model has no module '{target}'; {known}")
     return LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules=targets, lora_dropout=0.0)
 
 

@@ -49,9 +49,8 @@ def test_summarize_never_counts_a_failed_score_as_zero():
     assert "accuracy" not in summarize([group([0.0], Status.REWARD_ERROR)])
 
 
-def test_evaluator_summarizes_each_data_source_and_lists_every_answer(caplog):
+def test_evaluator_summarizes_each_set_and_lists_every_answer(caplog):
     groups = {"a": group([1.0, 0.0]), "b": group([0.0, 0.0], Status.REWARD_ERROR)}
-    groups["b"].data_source = "other"
 
     async def generate(prompts, n, spec):
         assert n == 2 and spec == "spec" and len(prompts) == 1
@@ -60,7 +59,7 @@ def test_evaluator_summarizes_each_data_source_and_lists_every_answer(caplog):
     groups["b"].trajectories[0].error = "no such function"
     evaluator = Evaluator({"one": ["a"], "two": ["b"]}, 2, "spec", decode=str, batch_size=1)
     report, answered = asyncio.run(evaluator.run(generate))
-    assert caplog.messages == ["validation: 2 answers of 'other' have no score: no such function"]
-    assert report["val/d/accuracy"] == 0.5 and report["val/other/error_rate"] == 1.0
+    assert caplog.messages == ["validation: 2 answers of 'two' have no score: no such function"]
+    assert report["val/one/accuracy"] == 0.5 and report["val/two/error_rate"] == 1.0
     assert [row["reward"] for row in evaluator.rows(answered)] == [1.0, 0.0, None, None]
     assert len(evaluator.rows(answered, samples=1)) == 2

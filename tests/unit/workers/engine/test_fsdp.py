@@ -97,6 +97,11 @@ def test_lora_merges_out_of_place_and_exports_merged(path, tmp_path):
     assert not torch.equal(_weights(engine)[name], merged[name])
 
 
+def test_lora_for_a_module_that_is_not_there_is_refused(path):
+    with pytest.raises(ValueError, match="model.target_modules: the model has no module 'v_prj'; did you mean 'v_proj'"):
+        _engine(path, model={"lora_rank": 4, "target_modules": ["q_proj", "v_prj"]})
+
+
 @pytest.mark.parametrize("model", [{}, {"lora_rank": 4}], ids=["full", "lora"])
 @pytest.mark.parametrize("updates_before", [0, 2])
 def test_resumed_equals_uninterrupted(path, tmp_path, updates_before, model):
