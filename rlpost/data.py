@@ -86,12 +86,8 @@ class PromptStream:
             "digest": self._digest,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with exactly the prompt that would have come next when `state` was taken.
-
-        Raises:
-            ValueError: the data, their tokens, the seed or the shuffling are not those of the saved run.
-        """
+    def differences(self, state: dict[str, Any]) -> Iterator[str]:
+        """What another order depends on than that of which `state` is the cursor."""
         present = self.state_dict()
         for name, key in (
             ("seed", "data.seed (or seed)"),
@@ -100,10 +96,16 @@ class PromptStream:
             ("digest", "digest of the prompts of data.train_files"),
         ):
             if state[name] != present[name]:
-                raise ValueError(
-                    f"cannot resume the data order: {key} is {present[name]}, the checkpoint has {state[name]}; "
-                    "restore what it was, or start a new run with trainer.resume=never"
-                )
+                yield f"{key} is {present[name]}, the checkpoint has {state[name]}"
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with exactly the prompt that would have come next when `state` was taken.
+
+        Raises:
+            ValueError: the data, their tokens, the seed or the shuffling are not those of the saved run.
+        """
+        if different := list(self.differences(state)):
+            raise ValueError(f"cannot resume the data order: {'; '.join(different)}")
         self._epoch, self._position, self._index = state["epoch"], state["position"], state["index"]
         self._order = self._epoch_order()
 

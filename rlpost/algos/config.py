@@ -16,6 +16,7 @@ ESTIMATORS_READ: dict[str, tuple[str, ...]] = {
     "reinforce_plus_plus": ("gamma",),
     "reinforce_plus_plus_baseline": (),
 }
+WITH_CRITIC = ("gae",)  # those that bootstrap from a value function
 LOSSES_READ: dict[str, tuple[str, ...]] = {
     "ppo_clip": ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
     "gspo": ("clip_ratio_low", "clip_ratio_high"),
@@ -179,4 +180,4 @@ class AlgoConfig:
     @property
     def needs_critic(self) -> bool:
         """True for estimators that bootstrap from a value function."""
-        return self.adv_estimator == "gae"
+        return self.adv_estimator in WITH_CRITIC

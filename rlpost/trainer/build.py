@@ -35,6 +35,7 @@ from rlpost.trainer.ledger import Ledger
 from rlpost.trainer.repair import AiterRepair
 from rlpost.trainer.replay import ReplayStore, describe
 from rlpost.trainer.report import Reporter
+from rlpost.trainer.resumable import check_resume
 from rlpost.trainer.run_state import RunState
 from rlpost.trainer.sources import build_source, check_callables, pools, takes_turns
 from rlpost.trainer.state import CheckpointStore
@@ -323,7 +324,7 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
     rollout_dir = below(run_dir, rollouts, "trainer.rollout_data_dir") if rollouts else None
     described = about(cfg)
     checkpoints = CheckpointStore(run_dir / "checkpoints", cfg.trainer.max_ckpt_to_keep, described)
-    check_resume(checkpoints, cfg.trainer.resume, total_steps)
+    check_resume(checkpoints, cfg, stream, total_steps)
     ledger = Ledger(run_dir / LEDGER)
     stack.callback(ledger.close)
 
@@ -364,20 +365,6 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
         total_steps=total_steps,
     )
     return trainer, reporter
-
-
-def check_resume(checkpoints: CheckpointStore, resume: str, total_steps: int) -> None:
-    """Find out before the engines start, rather than after, that `trainer.resume` leads nowhere.
-
-    Raises:
-        ValueError: no checkpoint at that path, or one beyond the run's last step.
-    """
-    folder = checkpoints.find(resume)
-    if folder is not None and (step := checkpoints.read(folder)["step"]) > total_steps:
-        raise ValueError(
-            f"trainer.resume={resume}: {folder} was written after step {step}, but the run ends at step {total_steps}; "
-            "raise trainer.total_training_steps (or trainer.total_epochs), or start anew with trainer.resume=never"
-        )
 
 
 def build_algorithm(cfg: Config) -> Algorithm:

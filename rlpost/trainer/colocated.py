@@ -160,11 +160,6 @@ class ColocatedSource(RolloutSource):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `RolloutSource.load_state_dict`."""
-        if "buffer" in state:
-            raise ValueError(
-                "trainer=colocated cannot continue a checkpoint of trainer=fully_async, which has groups in flight: "
-                "resume it as fully_async, or start anew from its weights (model.path=<run folder>/hf)"
-            )
         self._stream.load_state_dict(state["stream"])
 
     async def _generate(self, prompts: Sequence[Prompt], n: int, spec: SamplingSpec) -> list[Group]:

@@ -208,11 +208,6 @@ class AsyncSource(RolloutSource):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `RolloutSource.load_state_dict`. What runs now is cut off."""
-        if "buffer" not in state:
-            raise ValueError(
-                "trainer=fully_async cannot continue a checkpoint of trainer=colocated: resume it as colocated, or "
-                "start anew from its weights (model.path=<run folder>/hf)"
-            )
         for task in self._running:
             task.cancel()
         self.prompts.load_state_dict(state["prompts"])

@@ -210,8 +210,7 @@ def test_validation_sets_are_named_and_limited(tokenizer: Any, sums: str) -> Non
 
 def test_validation_sets_of_rows_with_sources_of_their_own(tokenizer: Any, tmp_path: Path) -> None:
     def rows(name: str, *sources: str) -> str:
-        write(tmp_path / f"{name}.jsonl", *({"prompt": "1", "answer": "2", "data_source": source} for source in sources))
-        return str(tmp_path / f"{name}.jsonl")
+        return write(tmp_path / f"{name}.jsonl", *({"prompt": "1", "answer": "2", "data_source": s} for s in sources))
 
     def sizes(val_files: Any) -> dict[str, int]:
         sets = load_val_sets(config(rows("train", "a"), val_files=val_files), tokenizer)

@@ -1,14 +1,11 @@
 """What `build` decides before anything is started."""
 
-import asyncio
-
 import hydra
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from rlpost.config import CONFIG_DIR, register, to_object
-from rlpost.trainer.build import PARITY_LIMIT, build_gate, check_resume, count_updates, prepare
-from rlpost.trainer.state import CheckpointStore
+from rlpost.trainer.build import PARITY_LIMIT, build_gate, count_updates, prepare
 from tests.e2e import engine_contract as contract
 
 
@@ -56,18 +53,6 @@ def test_parity_is_held_to_what_the_coarser_dtype_allows(actor, rollout, coarser
     cfg = compose(f"actor.dtype={actor}", f"rollout.dtype={rollout}")
     assert build_gate(cfg, workers=None).limit == PARITY_LIMIT[coarser]
     assert PARITY_LIMIT["float32"] < PARITY_LIMIT["float16"] < PARITY_LIMIT["bfloat16"]
-
-
-def test_resume_beyond_the_last_step_is_refused_before_anything_starts(tmp_path):
-    store = CheckpointStore(tmp_path, keep=None)
-
-    async def write(folder):
-        return {}
-
-    asyncio.run(store.save(10, {}, write))
-    check_resume(store, "auto", total_steps=10)  # nothing is left to do, which is fine
-    with pytest.raises(ValueError, match="trainer.resume=auto: .* after step 10, but the run ends at step 5; raise"):
-        check_resume(store, "auto", total_steps=5)
 
 
 def test_sequences_longer_than_the_model_was_built_for_are_refused(tmp_path):

@@ -98,7 +98,7 @@ def test_lora_merges_out_of_place_and_exports_merged(path, tmp_path):
 
 
 def test_lora_for_a_module_that_is_not_there_is_refused(path):
-    with pytest.raises(ValueError, match="model.target_modules: the model has no module 'v_prj'; did you mean 'v_proj'"):
+    with pytest.raises(ValueError, match="target_modules: the model has no module 'v_prj'; did you mean 'v_proj'"):
         _engine(path, model={"lora_rank": 4, "target_modules": ["q_proj", "v_prj"]})
 
 
