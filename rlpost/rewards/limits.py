@@ -18,6 +18,7 @@ class ErrorKind(StrEnum):
     NOT_FINITE = "not_finite"  # it returned NaN or an infinity
     WRONG_TYPE = "wrong_type"  # it returned something else than a number for each answer
     SANDBOX = "sandbox"  # the sandbox of code rewards did not start
+    EMPTY = "empty"  # the trajectory has ended without a sampled token
     GROUP = "group"  # scored, but another answer of its group was not (`reward.on_error=drop_group`)
 
 

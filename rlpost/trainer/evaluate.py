@@ -23,7 +23,8 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def summarize(groups: Sequence[Group]) -> dict[str, float]:
     """`accuracy`, `reward`, `response_length`, `truncated`, `error_rate`, with several samples `pass@k`.
 
-    Failed scores count in `error_rate` and nowhere else. A sample is right when its `accuracy` part is above 0.5.
+    Failed scores count in `error_rate` and nowhere else: pass@k is over groups with k scores. A sample is right when
+    its `accuracy` part is above 0.5.
     """
     trajectories = [t for g in groups for t in g.trajectories]
     scored = [t for t in trajectories if t.status is not Status.REWARD_ERROR]
@@ -36,16 +37,17 @@ def summarize(groups: Sequence[Group]) -> dict[str, float]:
     for part in sorted({name for t in scored for name in t.reward_parts}):
         values = [t.reward_parts[part] for t in scored if part in t.reward_parts]
         report[part] = sum(values) / len(values)
-    n = min(len(g.trajectories) for g in groups)
+    n = max(len(g.trajectories) for g in groups)
     if n > 1 and "accuracy" in report:
+        right = [
+            [t.reward_parts.get("accuracy", 0.0) > 0.5 for t in g.trajectories if t.status is not Status.REWARD_ERROR]
+            for g in groups
+        ]
         for k in sorted({k for k in (2, 4, 8, 16, 32, 64) if k < n} | {n}):
-            rates = [pass_at_k(len(g.trajectories), _num_right(g), k) for g in groups]
-            report[f"pass@{k}"] = sum(rates) / len(rates)
+            rates = [pass_at_k(len(group), sum(group), k) for group in right if len(group) >= k]
+            if rates:
+                report[f"pass@{k}"] = sum(rates) / len(rates)
     return report
-
-
-def _num_right(group: Group) -> int:
-    return sum(t.reward_parts.get("accuracy", 0.0) > 0.5 for t in group.trajectories)
 
 
 class Evaluator:

@@ -44,7 +44,7 @@ class ModelInfo:
         vocab_size: ids that may be sampled: 0..vocab_size-1, the tokenizer's.
         embedding_size: rows of the embedding; larger than `vocab_size` when the checkpoint pads it.
         stop_token_ids: ids that end an answer: EOS of the tokenizer and of the generation config.
-        max_position_embeddings: longest sequence the model was built for; 2**31 where its positions are stretched.
+        max_position_embeddings: longest sequence that is computed as in training; 2**31 where positions are stretched.
         trust_remote_code, override_config: of the `model` section, for whoever loads the checkpoint.
         shape: see `ModelShape`.
     """
@@ -141,7 +141,7 @@ def inspect(cfg: ModelConfig, cache: Path, seed: int) -> tuple[ModelInfo, PreTra
     info = ModelInfo(
         path=str(path),
         tokenizer_path=str(tokenizer_path),
-        vocab_size=min(len(tokenizer), text.vocab_size),
+        vocab_size=min(max(tokenizer.get_vocab().values()) + 1, text.vocab_size),  # ids may have gaps
         embedding_size=text.vocab_size,
         stop_token_ids=tuple(sorted(stops)),
         max_position_embeddings=_longest(text),
@@ -173,8 +173,18 @@ def model_shape(text_config: Any) -> ModelShape:
 
 
 def _longest(text_config: Any) -> int:
-    """Tokens of the longest sequence; how far a rotary embedding other than the plain one reaches is its own affair."""
+    """Tokens of the longest sequence; how far a stretched rotary embedding reaches is its own affair.
+
+    "longrope" and "dynamic" have other frequencies for longer sequences than the model was first trained on, and choose
+    them by what is computed at once. So they are only as long as those are the same for all.
+    """
     rope = getattr(text_config, "rope_parameters", None) or {}
-    kinds = {part.get("rope_type", "default") for part in [rope, *rope.values()] if isinstance(part, dict)}
-    plain = kinds <= {"default"}
-    return (getattr(text_config, "max_position_embeddings", None) if plain else None) or 2**31
+    parts = [part for part in [rope, *rope.values()] if isinstance(part, dict)]
+    kinds = {part.get("rope_type", "default") for part in parts}
+    longest = getattr(text_config, "max_position_embeddings", None)
+    if "longrope" in kinds:
+        first = [
+            part["original_max_position_embeddings"] for part in parts if "original_max_position_embeddings" in part
+        ]
+        longest = min([*first, getattr(text_config, "original_max_position_embeddings", None) or longest or 2**31])
+    return (longest if kinds <= {"default", "longrope", "dynamic"} else None) or 2**31

@@ -7,6 +7,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlpost.workers.engine.attention import Packing
 from rlpost.workers.engine.head import token_logprobs
@@ -24,9 +25,21 @@ class PackedModel(nn.Module):
         self.model = model
         self.vocab_size = vocab_size
         self.is_critic = hasattr(model, "score")
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0  # the ratio of new to old policy must be 1 for equal weights
+
+    def train(self, mode: bool = True) -> "PackedModel":
+        """Training is as free of noise as evaluation: the ratio of new to old policy must be 1 for equal weights.
+
+        Dropout, jitter and sampled routing all ask `training`, so it stays False, save in layers that are computed
+        again in the backward pass only then; what they themselves would drop is set to 0.
+        """
+        super().train(False)
+        for layer in self.modules():
+            if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
+                layer.training = mode
+                for name, value in vars(layer).items():
+                    if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                        setattr(layer, name, 0.0)
+        return self
 
     def forward(
         self,

@@ -1,5 +1,6 @@
 """Full weights under checkpoint names, some at a time, from a sharded model."""
 
+import zlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -58,7 +59,8 @@ def named_weights(names: WeightNames, dtype: torch.dtype, device: torch.device) 
     for name, module, parameter in names.parameters():
         layer = names.lora.get(module)
         if layer is not None and name.endswith(".weight"):
-            yield from names.to_checkpoint(name, _merged(layer, parameter, device).to(dtype)).items()
+            merged = round_stochastically(_merged(layer, parameter, device), dtype, seed=zlib.crc32(name.encode()))
+            yield from names.to_checkpoint(name, merged).items()
         else:
             plain.append((name, parameter))
     for portion in _portions(plain, dtype):
@@ -108,6 +110,21 @@ def gather(parameters: Sequence[Tensor], dtype: torch.dtype, device: torch.devic
         part.reshape(-1, *parameter.shape[1:])[: parameter.shape[0]]
         for part, parameter in zip(whole.split(lengths, dim=1), parameters, strict=True)
     ]
+
+
+def round_stochastically(full: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
+    """`full` (float32) in `dtype`, each number rounded up or down with chances that make its mean right.
+
+    Adapters change weights by less than half of the last bit for a long time; rounded to the nearest, the weights that
+    the engine gets would not change at all. The same seed rounds the same numbers alike, on every rank.
+    """
+    if dtype == full.dtype:
+        return full
+    generator = torch.Generator(full.device).manual_seed(seed)
+    noise = torch.rand(full.shape, generator=generator, device=full.device) - 0.5
+    last_bit = torch.exp2(torch.frexp(full).exponent.float() - 1) * torch.finfo(dtype).eps
+    nearest = full.to(dtype)
+    return torch.where(nearest == full, nearest, (full + noise * last_bit).to(dtype))
 
 
 def _merged(layer: LoraLayer, base: Tensor, device: torch.device) -> Tensor:

@@ -127,6 +127,9 @@ class WorkflowWorker:
         finished = [t for t in trajectories if t.status in (Status.STOP, Status.LENGTH)]
         sampled = [np.flatnonzero(t.provenance == Provenance.MODEL) for t in finished]
         complete = [(t, places) for t, places in zip(finished, sampled, strict=True) if len(places)]
+        for t in (t for t, places in zip(finished, sampled, strict=True) if not len(places)):
+            t.status, t.error = Status.REWARD_ERROR, "it has ended without a sampled token, on which a reward could lie"
+            t.error_kind = str(ErrorKind.EMPTY)
         if not complete:
             return
         ids = [t.token_ids[places] for t, places in complete]
@@ -136,7 +139,8 @@ class WorkflowWorker:
             for (t, _), text, tokens in zip(complete, texts, ids, strict=True)
         ]
         all_scored = await self._scorer.score(prompt, answers)
-        if self._reward.on_error == OnError.DROP_GROUP and any(isinstance(s, RewardError) for s in all_scored):
+        failed = len(complete) < len(finished) or any(isinstance(s, RewardError) for s in all_scored)
+        if self._reward.on_error == OnError.DROP_GROUP and failed:
             left_out = RewardError("left out with its group (reward.on_error=drop_group)", ErrorKind.GROUP)
             all_scored = [s if isinstance(s, RewardError) else left_out for s in all_scored]
         for (t, places), scored in zip(complete, all_scored, strict=True):

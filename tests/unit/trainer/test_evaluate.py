@@ -49,6 +49,15 @@ def test_summarize_never_counts_a_failed_score_as_zero():
     assert "accuracy" not in summarize([group([0.0], Status.REWARD_ERROR)])
 
 
+def test_pass_at_k_is_over_groups_with_k_scores():
+    failed = group([1.0, 0.0, 0.0, 0.0])
+    for t in failed.trajectories[2:]:
+        t.status = Status.REWARD_ERROR
+    report = summarize([failed, group([0.0, 0.0], Status.REWARD_ERROR)])
+    assert report["pass@2"] == 1.0 and "pass@4" not in report
+    assert summarize([failed, group([0.0, 0.0, 0.0, 1.0])])["pass@4"] == 1.0
+
+
 def test_evaluator_summarizes_each_set_and_lists_every_answer(caplog):
     groups = {"a": group([1.0, 0.0]), "b": group([0.0, 0.0], Status.REWARD_ERROR)}
 

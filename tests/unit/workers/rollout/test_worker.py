@@ -67,6 +67,16 @@ async def two_turns(prompt, n, generate):
     return trajectories
 
 
+@WORKFLOWS.register("test_one_is_silent")
+async def one_is_silent(prompt, n, generate):
+    (spoken,) = await generate(prompt.token_ids)
+    silent = Completion(
+        token_ids=np.empty(0, np.int64), logprobs=np.empty(0, np.float32), versions=np.empty(0, np.int32),
+        status=Status.STOP,
+    )  # fmt: skip
+    return [trajectory(prompt.token_ids, spoken, 0), trajectory(prompt.token_ids, silent, 1)]
+
+
 @WORKFLOWS.register("test_too_few")
 async def too_few(prompt, n, generate):
     return []
@@ -287,3 +297,14 @@ def test_a_request_that_nobody_waits_for_any_more_costs_the_others_nothing():
 
     (completion,) = asyncio.run(run())
     assert completion.status is Status.STOP
+
+
+@pytest.mark.parametrize(
+    ("on_error", "kinds"), [("mask", [None, "empty"]), ("drop_group", ["group", "empty"])], ids=["mask", "drop_group"]
+)
+def test_answer_without_a_token_is_an_error_and_no_0(info, on_error, kinds):
+    groups = run(info, [Engine()], workflow="test_one_is_silent", on_error=on_error)
+    assert [[t.error_kind for t in group] for group in groups] == [kinds] * 4
+    assert all(
+        group[1].status is Status.REWARD_ERROR and "without a sampled token" in group[1].error for group in groups
+    )
