@@ -102,6 +102,11 @@ def _interface(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
             raise ValueError(
                 f"{name} uses {'softcap' if s_aux is None else 'attention sinks'}, which packed attention lacks"
             )
+        if sliding_window is None and (window := _window_of(module)) is not None and packing.max_seqlen > window:
+            raise ValueError(
+                f"{name} gives its sliding window of {window} tokens by a mask alone, which packed attention lacks: "
+                "sequences must not be longer (data.max_prompt_length + data.max_response_length)"
+            )
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [1, H, N, D] -> [N, H, D]
         if packing.group is None:
@@ -110,6 +115,15 @@ def _interface(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
         return _all_to_all(kernel(q, k, v, packing, scale, sliding_window), packing.group, 0, 1)[None], None
 
     return attention
+
+
+def _window_of(module: nn.Module) -> int | None:
+    """The sliding window that a layer should have by its config."""
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[module.layer_idx] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)
 
 
 def _heads_to_ranks(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:

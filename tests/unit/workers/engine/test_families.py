@@ -131,3 +131,23 @@ def test_adapter_of_the_output_head_is_refused(tmp_path):
     write(tmp_path, "qwen3")
     with pytest.raises(ValueError, match="model.target_modules: 'lm_head' is the output head"):
         make_engine(tmp_path, model={"lora_rank": 4, "target_modules": ["q_proj", "lm_head"]})
+
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+
+
+def test_window_that_attention_is_told_of(tmp_path):
+    path, rows = write(tmp_path, "qwen2", **WINDOW), batch(30, 5)
+    got = make_engine(path, actor={"dtype": "float32"}).forward([rows])[0].logprobs
+    torch.testing.assert_close(got, by_transformers(path, torch.float32, rows), rtol=0, atol=2e-5)
+
+
+def test_window_that_only_a_mask_knows_of_is_refused_for_longer_sequences(tmp_path):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    experts |= {"shared_expert_intermediate_size": 32, "layer_types": ["sliding_attention"] * 2}
+    path = write(tmp_path, "qwen2_moe", **WINDOW, **experts)
+    engine, short = make_engine(path, actor={"dtype": "float32"}), batch(8, 5)
+    got = engine.forward([short])[0].logprobs
+    torch.testing.assert_close(got, by_transformers(path, torch.float32, short), rtol=0, atol=2e-5)
+    with pytest.raises(ValueError, match="sliding window of 8 tokens by a mask alone"):
+        engine.forward([batch(9)])
