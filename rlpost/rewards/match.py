@@ -20,7 +20,7 @@ _ONE_NUMBER = re.compile(rf"{_SIGN}{_VALUE}(?:{_UNIT})?\.?")
 _FRACTION = re.compile(
     r"(?:(?<!\d)(\d{1,200}) ?)?\\[dt]?frac *(?:\{ *(-?\d{1,200}) *\}|(\d)) *(?:\{ *(\d{1,200}) *\}|(\d))"
 )
-_MAX_DIGITS, _MAX_EXPONENT = 200, 999  # a number beyond is no answer, and would be slow to compare
+_MAX_DIGITS, _MAX_EXPONENT = 200, 4  # characters; what is longer is no answer, and would be slow to compare
 
 
 @register_reward("exact_match", isolated=False)
@@ -95,7 +95,7 @@ def _plain_fraction(match: re.Match[str]) -> str:
 
 def _value(match: re.Match[str]) -> Fraction | None:
     digits, exponent = match["value"], match["exponent"]
-    if len(digits) > _MAX_DIGITS or abs(int(exponent or 0)) > _MAX_EXPONENT:
+    if len(digits) > _MAX_DIGITS or len(exponent or "") > _MAX_EXPONENT:
         return None
     value = Fraction(digits.replace(",", ""))
     return -value if match["sign"] else value

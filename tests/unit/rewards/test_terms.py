@@ -82,6 +82,7 @@ def test_registry_knows_the_built_in_terms() -> None:
         ("1e-05", "1/100000"),
         ("1.5E3 in all", "1500"),
         ("1e99999999", None),
+        ("1e" + "9" * 5000, None),
     ],
 )
 def test_final_number_of_a_text(text: str, number: str | None) -> None:
