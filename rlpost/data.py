@@ -164,11 +164,17 @@ class _Loaded:
 
 @dataclass(slots=True, kw_only=True)
 class _Rendered:
-    """An example on its way to a `Prompt`; `raw` text was written by the user as it is, not by a chat template."""
+    """An example on its way to a `Prompt`.
+
+    Attributes:
+        messages: what `text` was made of; None where the row's prompt is a string.
+        raw: `text` was written by the user as it is, not by a chat template.
+    """
 
     source: Source
     row: Row
     example: Example
+    messages: Messages | None
     text: str
     raw: bool
 
@@ -199,8 +205,9 @@ def _prompts_of(sources: list[Source], cfg: DataConfig, tokenizer: Any, split: s
     for source in sources:
         for row in source.rows:
             example = _adapt(adapter, row, cfg)
-            text, raw = _render(example.prompt, row, cfg, tokenizer)
-            rendered.append(_Rendered(source=source, row=row, example=example, text=text, raw=raw))
+            messages = None if isinstance(example.prompt, str) else _messages(example.prompt, row, cfg)
+            text, raw = _render(example.prompt if messages is None else messages, row, cfg, tokenizer)
+            rendered.append(_Rendered(source=source, row=row, example=example, messages=messages, text=text, raw=raw))
     prefix = "" if split == "train" else f"{split}." if set_name is None else f"{split}.{set_name}."
     return _tokenize(rendered, cfg, tokenizer, split, prefix)
 
@@ -228,17 +235,14 @@ def _render(prompt: str | Messages, row: Row, cfg: DataConfig, tokenizer: Any) -
                 "to make it a user message, or unset data.system_prompt"
             )
         return (prompt if cfg.instruction is None else f"{prompt}\n{cfg.instruction}"), True
-    messages = _messages(prompt, row, cfg)
     if not cfg.apply_chat_template:
-        return "\n".join(message["content"] for message in messages), True
+        return "\n".join(message["content"] for message in prompt), True
     if not tokenizer.chat_template:
         raise ValueError(
             f"{row.where}: the prompt is a list of messages, but the tokenizer has no chat template: set "
             "model.chat_template, or data.apply_chat_template=false to join the messages as plain text"
         )
-    text = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, **cfg.chat_template_kwargs
-    )
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **cfg.chat_template_kwargs)
     return text, False
 
 
@@ -307,8 +311,8 @@ def _refuse_overlong(item: _Rendered, length: int, cfg: DataConfig) -> None:
 def _prompt(item: _Rendered, token_ids: list[int], prefix: str, index: int) -> Prompt:
     example = item.example
     extra_info = example.extra_info
-    if not isinstance(example.prompt, str):
-        extra_info = {"messages": example.prompt, **extra_info}
+    if item.messages is not None:
+        extra_info = {**extra_info, "messages": item.messages}
     return Prompt(
         id=f"{prefix}{item.source.name}/0/{item.row.index}",
         index=index,

@@ -123,7 +123,7 @@ def test_string_is_tokenized_as_it_is_in_spite_of_a_template(tokenizer: Any, sum
 
 
 def test_messages_go_through_the_template_with_instruction_and_system(tokenizer: Any, tmp_path: Path) -> None:
-    path = write(tmp_path / "gsm8k.jsonl", {"question": "How much?", "answer": "#### 7"})
+    path = write(tmp_path / "gsm8k.jsonl", {"question": "How much?", "answer": "#### 7", "messages": "a column"})
     cfg = config(
         path,
         instruction="Think.",
@@ -135,7 +135,10 @@ def test_messages_go_through_the_template_with_instruction_and_system(tokenizer:
     assert prompt.text == "<system>Be brief.<user>How much?\nThink.<assistant>!"
     assert prompt.token_ids.tolist() == [ord(c) for c in prompt.text]
     assert (prompt.ground_truth, prompt.data_source) == ("7", "gsm8k")
-    assert prompt.extra_info["messages"] == [{"role": "user", "content": "How much?"}]
+    assert prompt.extra_info["messages"] == [  # what the policy is asked, as a reward model must see it
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "How much?\nThink."},
+    ]
 
 
 def test_messages_are_joined_without_a_template(plain_tokenizer: Any, tmp_path: Path) -> None:

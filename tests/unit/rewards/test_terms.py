@@ -67,16 +67,56 @@ def test_registry_knows_the_built_in_terms() -> None:
         ("none", None),
         ("#### none", None),
         ("9" * 300, None),
+        ("The answer is -$5", "-5"),
+        ("#### - 5", "-5"),
+        (r"\boxed{- \$5}", "-5"),
+        ("x = - 5", "-5"),
+        ("10 - $5", "5"),
+        ("eggs - 5", "5"),
+        ("So:\n- 4 eggs\n- 5 eggs", "5"),
+        (r"\boxed{\frac{3}{4}}", "3/4"),
+        (r"it is \dfrac{-1}{2}", "-1/2"),
+        (r"\boxed{-\frac12}", "-1/2"),
+        (r"\boxed{3\frac{1}{2}}", "7/2"),
+        (r"\boxed{1{,}072}", "1072"),
+        ("1e-05", "1/100000"),
+        ("1.5E3 in all", "1500"),
+        ("1e99999999", None),
+        ("1e" + "9" * 5000, None),
     ],
 )
 def test_final_number_of_a_text(text: str, number: str | None) -> None:
     assert final_number(text) == (None if number is None else Fraction(number))
 
 
-def test_number_match_compares_values() -> None:
-    assert score("number_match", "72", ["so 72.0", "#### 72", r"\boxed{72}", "73", ""]) == [1, 1, 1, 0, 0]
-    with pytest.raises(ValueError, match="the ground truth 'none' holds no number"):
-        number_match(prompt("none"), answers("1"))
+@pytest.mark.parametrize(
+    ("truth", "right", "wrong"),
+    [
+        ("72", "so 72.0", "73"),
+        ("72", "#### 72", ""),
+        ("72", r"\boxed{72}", r"\boxed{7}"),
+        ("1,072", "1072", "72"),
+        (r"\frac{3}{4}", r"\boxed{\frac{3}{4}}", r"\boxed{\frac{1}{4}}"),
+        ("3/4", r"\boxed{\frac{3}{4}}", r"\boxed{4}"),
+        ("-$5", "-5", "5"),
+        (1e-05, "0.00001", "5"),
+        (2.5, "5/2", "5"),
+        (r"50\%", "50%", "5"),
+        (r"5.4 \text{ cents}", "5.4", "4"),
+        ("12 big eggs", "12", "2"),
+        ("3 and 4 are 7\n#### 7", "7", "3"),
+    ],
+)
+def test_number_match_compares_values(truth: Any, right: str, wrong: str) -> None:
+    assert score("number_match", truth, [right, wrong]) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "truth", ["none", "", None, True, r"2\sqrt{3}", "2 or 3", "3x", "2 pi", "3 million", "1/0", "nan"]
+)
+def test_number_match_refuses_a_truth_that_is_not_one_number(truth: Any) -> None:
+    with pytest.raises(ValueError, match="the ground truth '.*' is not one number .* set reward=math"):
+        number_match(prompt(truth), answers("3"))
 
 
 def test_number_match_accepts_every_gsm8k_solution() -> None:
@@ -135,6 +175,13 @@ def test_last_boxed_balances_braces() -> None:
         (r"x^2+2x+1", r"\boxed{(x+1)^2}", 1),
         (r"we get \boxed{7}", "7", 1),
         ("7", r"\boxed{8}", 0),
+        ("5", r"\boxed{3}, no: I forgot two. So it is" "\n" r"\boxed{5}", 1),
+        ("3", r"\boxed{3}, no: I forgot two. So it is" "\n" r"\boxed{5}", 0),
+        (r"10\%", r"\boxed{10}", 1),
+        (r"10\%", r"\boxed{10\%}", 1),
+        (r"$10\%$", "it is 10%", 1),
+        (r"10\%", r"\boxed{11}", 0),
+        ("0.1", r"\boxed{10\%}", 1),
         ("7", "", 0),
     ],
 )
@@ -146,6 +193,7 @@ def test_math_answer_judges_equivalence(truth: str, text: str, expected: float) 
 def test_math_answer_boxed_only_ignores_the_rest() -> None:
     pytest.importorskip("math_verify")
     assert score("math_answer", "7", ["it is 7", r"\boxed{7}"], boxed_only=True) == [0, 1]
+    assert score("math_answer", r"7\%", ["it is $7$", r"\boxed{8} or \boxed{7\%}"], boxed_only=True) == [0, 1]
 
 
 def test_math_answer_refuses_a_truth_that_is_no_expression() -> None:
