@@ -28,7 +28,8 @@ def execute(checkpoint):
     """`rlpost.trainer.build.execute`, but on processes that serve one run after the other."""
     from rlpost.trainer import build
 
-    cfg = compose(*small(checkpoint, "algo=ppo", "algo.use_kl_loss=true"))  # all roles
+    all_roles = ("algo=ppo", "algo.use_kl_loss=true")
+    cfg = compose(*small(checkpoint, *all_roles, "actor.optim.lr=1e-5"))  # or the last would find nothing left to learn
     with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
         stack = AsyncExitStack()
         try:
