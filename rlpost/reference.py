@@ -45,7 +45,7 @@ bring their own values. This page is written from the schemas by `python -m rlpo
 
 Names below a key of type `dict` are yours: `rollout.engine_kwargs.enable_prefix_caching=false` hands the engine an
 argument, `model.override_config.rope_theta=1e6` the model's config, `tracking.wandb.mode=offline` wandb; a whole map,
-`'rollout.engine_kwargs={a: 1, b: 2}'`, is added to what is there. Hydra's `+` or `++` before such a key changes nothing.
+`'rollout.engine_kwargs={a: 1, b: 2}'`, adds to what is there. Hydra's `+` or `++` before such a key changes nothing.
 A key of type `Any` takes a text or a list, `data.val_files` also a map; a list or map replaces what was there.
 """
 
