@@ -2,10 +2,12 @@
 
 import copy
 import difflib
+import functools
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -123,10 +125,19 @@ def typed_and_problems(cfg: DictConfig) -> tuple[Config, list[str]]:
     missing = sorted(OmegaConf.missing_keys(cfg))
     with collecting() as found:
         for key in missing:
-            refuse(f"{key} has no value: set it on the command line ({key}=...) or in an experiment")
+            refuse(f"{key} has no value: set it on the command line ({key}=...) or in an experiment{_meant(cfg, key)}")
         typed = OmegaConf.to_object(_filled(cfg, missing))
     assert isinstance(typed, Config)
     return typed, list(dict.fromkeys(found))
+
+
+def _meant(cfg: DictConfig, key: str) -> str:
+    """The name that may be meant where `key` is of a reward term, say, of which nothing else may be known."""
+    if (thing := named(key)) is None:
+        return ""
+    at, name, _ = thing
+    close = difflib.get_close_matches(name, [str(other) for other in OmegaConf.select(cfg, at) if other != name], 1)
+    return "".join(f"; or did you mean '{at}.{other}'?" for other in close)
 
 
 def _filled(cfg: DictConfig, missing: list[str]) -> DictConfig:
@@ -165,6 +176,55 @@ def keys_of_variants() -> dict[str, str]:
     }
 
 
+@functools.cache
+def open_keys() -> dict[tuple[str, ...], Any]:
+    """Path of each field that takes names of the user's, outer before inner -> the type of what has such a name.
+
+    `*` in a path stands for such a name. A field of any type at all (`data.val_files`) has the value None.
+    """
+    found = dict(_walk(Config, ()))
+    for group, variants in VARIANTS.items():
+        for schema in variants.values():
+            found |= _walk(schema, (group,))
+    return found
+
+
+def _walk(schema: type, at: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    hints = get_type_hints(schema)
+    for declared in fields(schema):
+        kind, path = hints[declared.name], (*at, declared.name)
+        if kind is Any:
+            yield path, None
+        elif get_origin(kind) is dict:
+            item = get_args(kind)[1]
+            yield path, item
+            if is_dataclass(item):
+                assert isinstance(item, type)
+                yield from _walk(item, (*path, "*"))
+        elif is_dataclass(kind):
+            assert isinstance(kind, type)
+            yield from _walk(kind, path)
+
+
+def opened(key: str) -> dict[str, Any]:
+    """Of `open_keys`, by dotted key, those that `key` is or lies below, outer first: `reward.terms`, say."""
+    names = key.split(".")
+    return {
+        ".".join(names[: len(path)]): item
+        for path, item in open_keys().items()
+        if len(path) <= len(names) and all(p in ("*", name) for p, name in zip(path, names, strict=False))
+    }
+
+
+def named(key: str) -> tuple[str, str, type] | None:
+    """Where `key` is or lies in a thing with a name of the user's, a reward term: key of the map, name, its schema."""
+    for at, item in opened(key).items():
+        if is_dataclass(item) and key != at:
+            assert isinstance(item, type)
+            return at, key.removeprefix(f"{at}.").partition(".")[0], item
+    return None
+
+
 def choices(group: str) -> list[str]:
     """What a config group offers, by the files below `config/`."""
     return sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
@@ -189,6 +249,14 @@ def explain_compose_error(message: str) -> str:
         return message
     wrong = found.group(1).lstrip("+~")
     keys, variant_keys = all_keys(), keys_of_variants()
+    if (item := opened(wrong).get(wrong)) is not None:
+        example = "NAME.KEY=VALUE" if is_dataclass(item) else "NAME=VALUE"
+        return f"{message}\n{wrong} is a map of names: {wrong}.{example}"
+    if thing := named(wrong):
+        at, name, schema = thing
+        keys = all_keys(schema, f"{at}.{name}.")
+        if wrong == f"{at}.{name}":
+            return f"{message}\n{wrong} is made of " + ", ".join(f"{key}=..." for key in keys)
     if wrong in keys:  # the key is right, its value is not
         return message
     if wrong in variant_keys:

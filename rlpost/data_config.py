@@ -57,6 +57,8 @@ class DataConfig:
         for key in ("val_batch_size", "train_max_samples", "val_max_samples"):
             if getattr(self, key) is not None and getattr(self, key) < 1:
                 refuse(f"data.{key}={getattr(self, key)}: must be >= 1, or null")
+        if isinstance(self.train_files, dict):
+            refuse(f"data.train_files={self.train_files}: takes a source or a list, data.train_files=[...]")
         if self.chat_template_kwargs and not self.apply_chat_template:
             refuse(
                 f"data.chat_template_kwargs={self.chat_template_kwargs} has no effect with data.apply_chat_template="

@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from rlpost.config import CONFIG_DIR, Config, register, to_object
 from rlpost.endings import CONFIG_ERROR, FAILED, FINISHED, INTERRUPTED, RESUMABLE, STALLED, Preempted, Stalled
+from rlpost.open_keys import hydra_words
 from rlpost.overrides import check_overrides, check_stated
 from rlpost.redact import redact_files, redact_text
 
@@ -54,6 +55,7 @@ def launch(execute: Execute) -> None:
         if wrong:
             print(f"rlpost: the configuration is wrong\n{wrong}", file=sys.stderr)
             sys.exit(CONFIG_ERROR)
+    sys.argv[1:] = hydra_words(args)
 
     @hydra.main(config_path=str(CONFIG_DIR), config_name="config", version_base="1.3")
     def job(cfg: DictConfig) -> None:

@@ -17,7 +17,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from rlpost.config import CONFIG_DIR, SCHEMAS, SECTIONS, Config, explain_compose_error, typed_and_problems
-from rlpost.rules.reads import unread, value_at
+from rlpost.open_keys import below_any, hydra_words
+from rlpost.rules.reads import unread, value_at, written
 from rlpost.verl_keys import from_verl
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,9 @@ def check_overrides(overrides: list[str]) -> str | None:
 
 def _look(overrides: list[str]) -> tuple[list[str], dict[str, str]]:
     """What is wrong with one composition, and what nothing reads in it; overrides that do not fit are left out."""
+    if nameless := _below_no_map(overrides):
+        problems, unread_here = _look([override for override in overrides if override not in nameless])
+        return [*nameless.values(), *problems], unread_here
     try:
         cfg, runtime = compose(overrides)
         if schemas := [f"{group}={choice}" for group, choice in runtime.choices.items() if choice in SCHEMAS]:
@@ -81,15 +85,33 @@ def _look(overrides: list[str]) -> tuple[list[str], dict[str, str]]:
     return problems + verdict.problems, verdict.unread
 
 
+def _below_no_map(overrides: list[str]) -> dict[str, str]:
+    """Overrides that name a part of a text or a list, which Hydra would drop for them -> what is wrong with each."""
+    below = below_any(overrides)
+    keys = set(below.values())
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    whole = [o.input_line or "" for o in parsed if _chooses(o) or o.key_or_group in keys]
+    try:
+        values = {key: OmegaConf.select(compose(whole)[0], key) for key in keys}
+    except MISFIT:  # told by who composes all
+        return {}
+    return {
+        word: f"{word.lstrip('+')}: {key}={written(values[key])} has no names; give all of it as a list, "
+        f"{key}=[..., {word.partition('=')[2]}]"
+        for word, key in below.items()
+        if values[key] is not None and not OmegaConf.is_dict(values[key])
+    }
+
+
 def compose(overrides: list[str]) -> tuple[DictConfig, RuntimeConf]:
-    """The composed config, and what Hydra says of how it was made (`hydra.runtime`).
+    """The composed config, and what Hydra says of how it was made (`hydra.runtime`). Takes words as they are typed.
 
     Raises:
         HydraException, OmegaConfBaseException: an override that does not fit.
     """
     try:
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            composed = hydra.compose("config", overrides, return_hydra_config=True)
+            composed = hydra.compose("config", hydra_words(overrides), return_hydra_config=True)
     finally:
         GlobalHydra.instance().clear()
     runtime = composed.hydra.runtime

@@ -42,6 +42,11 @@ HEAD = """# Every key
 is checked: a key that is set on the command line and that nothing in the run reads is an error. A `*` stands for a name
 of your own. Defaults are those of the schemas; `config/config.yaml` chooses the quickstart's model and data, which
 bring their own values. This page is written from the schemas by `python -m rlpost.tools.explain --write docs`.
+
+Names below a key of type `dict` are yours: `rollout.engine_kwargs.enable_prefix_caching=false` hands the engine an
+argument, `model.override_config.rope_theta=1e6` the model's config, `tracking.wandb.mode=offline` wandb; a whole map,
+`'rollout.engine_kwargs={a: 1, b: 2}'`, adds to what is there. Hydra's `+` or `++` before such a key changes nothing.
+A key of type `Any` takes a text or a list, `data.val_files` also a map; a list or map replaces what was there.
 """
 
 

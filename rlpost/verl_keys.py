@@ -106,7 +106,7 @@ ROWS: tuple[Row, ...] = (
         "always dynamic: `critic.ppo_max_token_len_per_gpu`"),
     Row("custom_reward_function", "reward", "path=terms name=terms",
         "`reward.terms.accuracy.fn=package.module.function`; for a function written for verl "
-        "`reward.terms.accuracy.fn=verl +reward.terms.accuracy.kwargs.path=package.module.compute_score`"),
+        "`reward.terms.accuracy.fn=verl reward.terms.accuracy.kwargs.path=package.module.compute_score`"),
     Row("reward", "reward", "custom_reward_function.path=terms custom_reward_function.name=terms",
         "`reward.terms.accuracy.fn=package.module.function`, as above"),
     Row("reward", "reward", "num_workers=num_processes", "for each of `rollout.num_workers`"),

@@ -6,11 +6,12 @@ KEY is a key (`actor.optim.lr`), the beginning of some (`algo.kl_ctrl`, `trainer
 
 import argparse
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from rlpost.config import explain_compose_error, register
+from rlpost.config import explain_compose_error, named, opened, register
 from rlpost.overrides import compose
 from rlpost.reference import HOMES, Key, all_documented, as_yaml, config_markdown
 from rlpost.verl_keys import from_verl, ours_of
@@ -44,6 +45,10 @@ def main(arguments: list[str] | None = None) -> int:
 def explain(asked: str) -> str | None:
     """All that is known of a key, of the keys below a prefix, or of verl's key; None where there is nothing."""
     documented = {key.name: key for key in all_documented()}
+    for at, item in opened(asked).items():  # names of the user's, below some of which nothing is declared
+        asked = asked if is_dataclass(item) else at
+    if thing := named(asked):
+        asked = asked.replace(f"{thing[0]}.{thing[1]}", f"{thing[0]}.*", 1)
     if asked in documented:
         return details(documented[asked])
     if said := from_verl(asked):

@@ -4,12 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import hydra
 import pytest
-from hydra.core.global_hydra import GlobalHydra
 
 from rlpost.config import CONFIG_DIR, SECTIONS, all_keys, register, to_object
 from rlpost.launch import check_overrides
+from rlpost.overrides import compose as composed
 
 GROUPS = {g: sorted(p.stem for p in (CONFIG_DIR / g).glob("*.yaml")) for g in [*SECTIONS, "experiment"]}
 NEEDS = {
@@ -25,11 +24,7 @@ def registered():
 
 
 def compose(*overrides):
-    with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        try:
-            return to_object(hydra.compose("config", list(overrides)))
-        finally:
-            GlobalHydra.instance().clear()
+    return to_object(composed(list(overrides))[0])
 
 
 @pytest.mark.parametrize("choice", [f"{group}={name}" for group, names in GROUPS.items() for name in names])
@@ -124,7 +119,7 @@ def test_wrong_key_inside_a_sweep_is_found_before_anything_runs():
         (["actor.grad_clip=0"], ["grad_clip=0", ".inf"]),
         (["actor.dtype=fp16"], ["dtype=fp16", "actor", "float16"]),
         (["actor.optim.betas=[0.9]"], ["optim.betas=[0.9]"]),
-        (["+reward.terms.mine.fn=a.b"], ["reward.terms.mine.fn", "RewardTermConfig"]),
+        (["reward.terms.mine.fn=a.b", "reward.terms.mine.wieght=1"], ["'reward.terms.mine.weight'"]),
     ],
 )
 def test_rules_name_the_keys_and_the_fix(overrides, names):

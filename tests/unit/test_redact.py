@@ -62,7 +62,7 @@ def test_files_are_rewritten_only_if_they_hold_a_secret(tmp_path):
 
 @pytest.mark.parametrize("multirun", [False, True])
 def test_nothing_that_a_command_saves_holds_a_secret(tmp_path, multirun):
-    arguments = ["tracking=wandb", "+tracking.wandb.api_key=abc123", "+cluster.ray_init_kwargs._redis_password=abc456"]
+    arguments = ["tracking=wandb", "tracking.wandb.api_key=abc123", "+cluster.ray_init_kwargs._redis_password=abc456"]
     arguments += [f"hydra.sweep.dir={tmp_path}/out", "-m"] if multirun else [f"hydra.run.dir={tmp_path}/out"]
     command = [sys.executable, "-c", LAUNCH, *arguments]
     done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True)

@@ -60,6 +60,26 @@ def test_a_prefix_lists_what_is_below_it():
     ]
 
 
+@pytest.mark.parametrize(
+    ("asked", "head"),
+    [
+        ("+rollout.engine_kwargs.x=1", "rollout.engine_kwargs"),
+        ("data.val_files.mine", "data.val_files"),
+        ("reward.terms.mine.fn", "reward.terms.*.fn"),
+        ("reward.terms.mine.kwargs.x.y", "reward.terms.*.kwargs"),
+        ("reward.terms.mine", "reward.terms.*.fn"),
+    ],
+)
+def test_names_of_the_users_are_explained_by_the_key_that_takes_them(asked, head, capsys):
+    assert main([asked]) == 0
+    assert capsys.readouterr().out.split()[0] == head
+
+
+def test_a_wrong_key_of_a_named_thing_names_the_near_ones(capsys):
+    assert main(["reward.terms.mine.wieght"]) == 2
+    assert "'reward.terms.mine.weight'" in capsys.readouterr().err
+
+
 def test_verls_key_is_answered_with_ours(capsys):
     assert main(["actor_rollout_ref.rollout.n=8"]) == 0
     said = capsys.readouterr().out
