@@ -18,7 +18,7 @@ from rlpost import heartbeat
 from rlpost.algos.algorithm import Algorithm
 from rlpost.config import Config
 from rlpost.data import PromptStream, load_val_sets
-from rlpost.endings import Preempted, Stalled
+from rlpost.endings import Preempted, Stalled, described
 from rlpost.files import below
 from rlpost.host import cpu_count, exported
 from rlpost.platform import RAY_ENV, adopt_visibility, platform
@@ -32,8 +32,9 @@ from rlpost.trainer.gate import ParityGate, Repair
 from rlpost.trainer.history import LEDGER
 from rlpost.trainer.interrupts import Interrupts
 from rlpost.trainer.ledger import Ledger
+from rlpost.trainer.leftovers import set_earlier_aside
 from rlpost.trainer.repair import AiterRepair
-from rlpost.trainer.replay import ReplayStore, describe
+from rlpost.trainer.replay import REPLAY, ReplayStore, describe
 from rlpost.trainer.report import Reporter
 from rlpost.trainer.run_state import RunState
 from rlpost.trainer.sources import build_source, check_callables, pools, takes_turns
@@ -90,7 +91,7 @@ def execute(cfg: Config, run_dir: Path) -> dict[str, Any]:
                 raise Stalled(watch.stalled) from error
             if interrupts.stopped_by == "SIGTERM":
                 late = f"no end of the step within trainer.grace_period_s={grace_s}"
-                reason = late if interrupts.expired else f"and then {type(error).__name__}: {error}"
+                reason = late if interrupts.expired else f"and then {described(error)}"
                 saved = CheckpointStore(run_dir / "checkpoints", None).complete()
                 goes_on = f"goes on from {saved[-1]}" if saved else "begins anew: there is no checkpoint yet"
                 raise Preempted(f"SIGTERM, {reason}\n{again(run_dir)} {goes_on}") from error
@@ -323,7 +324,8 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
     rollout_dir = below(run_dir, rollouts, "trainer.rollout_data_dir") if rollouts else None
     described = about(cfg)
     checkpoints = CheckpointStore(run_dir / "checkpoints", cfg.trainer.max_ckpt_to_keep, described)
-    check_resume(checkpoints, cfg.trainer.resume, total_steps)
+    if check_resume(checkpoints, cfg.trainer.resume, total_steps) is None:
+        set_earlier_aside(run_dir, rollout_dir)
     ledger = Ledger(run_dir / LEDGER)
     stack.callback(ledger.close)
 
@@ -339,7 +341,7 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
     pool, workers = await start_processes(cfg, facts, total_steps, takes_turns(cfg), stack)
     source = build_source(cfg, facts.spec, stream, algorithm, pool, workers, stack, ledger)
     replays = ReplayStore(
-        run_dir / "replay",
+        run_dir / REPLAY,
         describe(
             cfg,
             facts.model,
@@ -366,8 +368,10 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
     return trainer, reporter
 
 
-def check_resume(checkpoints: CheckpointStore, resume: str, total_steps: int) -> None:
+def check_resume(checkpoints: CheckpointStore, resume: str, total_steps: int) -> Path | None:
     """Find out before the engines start, rather than after, that `trainer.resume` leads nowhere.
+
+    Returns the checkpoint that the run goes on from, None where it begins anew.
 
     Raises:
         ValueError: no checkpoint at that path, or one beyond the run's last step.
@@ -378,6 +382,7 @@ def check_resume(checkpoints: CheckpointStore, resume: str, total_steps: int) ->
             f"trainer.resume={resume}: {folder} was written after step {step}, but the run ends at step {total_steps}; "
             "raise trainer.total_training_steps (or trainer.total_epochs), or start anew with trainer.resume=never"
         )
+    return folder
 
 
 def build_algorithm(cfg: Config) -> Algorithm:

@@ -64,8 +64,10 @@ def test_resume_beyond_the_last_step_is_refused_before_anything_starts(tmp_path)
     async def write(folder):
         return {}
 
-    asyncio.run(store.save(10, {}, write))
-    check_resume(store, "auto", total_steps=10)  # nothing is left to do, which is fine
+    assert check_resume(store, "auto", total_steps=10) is None
+    saved = asyncio.run(store.save(10, {}, write))
+    assert check_resume(store, "never", total_steps=5) is None
+    assert check_resume(store, "auto", total_steps=10) == saved  # nothing is left to do, which is fine
     with pytest.raises(ValueError, match="trainer.resume=auto: .* after step 10, but the run ends at step 5; raise"):
         check_resume(store, "auto", total_steps=5)
 
