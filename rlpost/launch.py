@@ -6,11 +6,11 @@ Tabled in docs/reliability.md.
 
 import asyncio
 import json
-import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from rlpost.endings import (
     described,
 )
 from rlpost.files import MAKE_ROOM, DiskFull, chain, is_disk_full, set_aside
+from rlpost.host import exported, exported_while
 from rlpost.lock import InUse, holding
 from rlpost.overrides import check_overrides, check_stated
 from rlpost.redact import redact_files, redact_text
@@ -75,7 +76,8 @@ def launch(execute: Execute) -> None:
     def job(cfg: DictConfig) -> None:
         hydra_cfg = HydraConfig.get()
         redact_files(_saved_by_hydra(hydra_cfg))
-        status = run(cfg, Path(hydra_cfg.runtime.output_dir), execute, hydra_cfg)
+        with exported_while(**{HYDRA_RAISES: asked}):  # to commands that the run starts
+            status = run(cfg, Path(hydra_cfg.runtime.output_dir), execute, hydra_cfg)
         if status in (INTERRUPTED, FAILED) and terminated:  # a scheduler may end our other processes as well
             status = RESUMABLE
         ended = status in (INTERRUPTED, RESUMABLE)  # from outside, which ends a multirun as well
@@ -84,6 +86,7 @@ def launch(execute: Execute) -> None:
         if status:
             sys.exit(status)
 
+    asked = exported().get(HYDRA_RAISES, "0")
     terminated: list[int] = []
 
     def on_sigterm(number: int, frame: object) -> None:
@@ -101,11 +104,11 @@ def launch(execute: Execute) -> None:
 
 def _report_hydra(job: Callable[[], None]) -> None:
     """Run Hydra's `job`; what is wrong with a command line or a folder becomes a message, and the exit status."""
-    if os.environ.get(HYDRA_RAISES) == "1":  # the user wants all of it
+    if exported().get(HYDRA_RAISES) == "1":  # the user wants all of it
         return job()
-    os.environ[HYDRA_RAISES] = "1"
     try:
-        job()
+        with exported_while(**{HYDRA_RAISES: "1"}):
+            job()
     except CompactHydraException as error:
         print(error, file=sys.stderr)
         if isinstance(error.__cause__, OmegaConfBaseException):
@@ -182,5 +185,7 @@ def _tell(message: str, run_dir: Path) -> None:
         path.write_text(trace)
         kept = f"(full trace: {path})"
     except OSError as error:
+        with suppress(OSError):
+            path.unlink()  # half a trace
         kept = f"(full trace, since {path} cannot be written: {error})\n{trace.rstrip()}"
     print(f"rlpost: {message}\n{kept}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """How a command ends: statuses, messages and signals."""
 
 import errno
+import os
 import signal
 import subprocess
 import sys
@@ -24,7 +25,11 @@ from rlpost.launch import HYDRA_RAISES, _report_hydra, run
 from rlpost.lock import holding
 
 ROOT = Path(__file__).parents[2]
-SUCCEEDS = "from rlpost.launch import launch; launch(lambda cfg, run_dir: {'finished': True})"
+SUCCEEDS = """
+import os
+from rlpost.launch import launch
+launch(lambda cfg, run_dir: {"finished": os.environ["HYDRA_FULL_ERROR"] != "1"})
+"""
 
 WAITS = """
 import asyncio
@@ -91,7 +96,8 @@ def test_value_error_once_the_run_has_begun_is_none_of_the_configuration(monkeyp
 
 
 def test_trace_that_cannot_be_kept_is_printed_once_and_hides_nothing(monkeypatch, tmp_path, capsys):
-    def full(*args):
+    def full(path, text):
+        path.touch()
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
@@ -100,6 +106,7 @@ def test_trace_that_cannot_be_kept_is_printed_once_and_hides_nothing(monkeypatch
     assert err.startswith("rlpost: RuntimeError: broken, api_key=k1\n")
     assert f"{tmp_path}/error.txt cannot be written: [Errno 28] No space left" in err
     assert err.count("Traceback") == 1 and err.endswith("RuntimeError: broken, api_key=***\n")
+    assert not (tmp_path / "error.txt").exists()
 
 
 def test_full_disk_is_named_so_whatever_met_it(monkeypatch, tmp_path, capsys):
@@ -153,7 +160,7 @@ def test_disk_that_is_full_before_the_run_begins_is_named_so(monkeypatch, capsys
     monkeypatch.delenv(HYDRA_RAISES, raising=False)
     with pytest.raises(SystemExit) as ended:
         _report_hydra(job)
-    monkeypatch.delenv(HYDRA_RAISES)
+    assert HYDRA_RAISES not in os.environ
     assert ended.value.code == FAILED
     assert capsys.readouterr().err.startswith("rlpost: the disk is full ([Errno 28] No space left on device). Free")
 
