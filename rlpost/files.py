@@ -1,7 +1,11 @@
-"""Files that must survive: written through to the disk, with digests that tell damage; and a full disk, named so."""
+"""Files that must survive: written through to the disk, with digests that tell damage, and set aside rather than lost.
+
+A full disk is named so.
+"""
 
 import errno
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +14,7 @@ import xxhash
 
 BLOCK_BYTES = 1 << 20
 NUM_THREADS = 8
+MAKE_ROOM = "Free some space and start the run again; it resumes from its last checkpoint"
 
 
 class DiskFull(RuntimeError):
@@ -49,6 +54,16 @@ def file_digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
         return dict(zip(names, threads.map(lambda name: file_digest(folder / name), names), strict=True))
 
 
+def set_aside(path: Path) -> None:
+    """Rename a file or folder, if it is there, to `<name>.old`, in place of an earlier one."""
+    if not path.exists():
+        return
+    old = path.with_name(f"{path.name}.old")
+    if old.is_dir():
+        shutil.rmtree(old)
+    os.replace(path, old)
+
+
 def is_disk_full(error: BaseException) -> bool:
     """Whether `error`, or what caused it, is that of a disk without room or a quota that is used up.
 
@@ -57,11 +72,12 @@ def is_disk_full(error: BaseException) -> bool:
     texts = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)]
     return any(
         getattr(one, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(text in str(one) for text in texts)
-        for one in _chain(error)
+        for one in chain(error)
     )
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, what caused it, what caused that, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

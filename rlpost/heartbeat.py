@@ -25,14 +25,16 @@ from typing import Any, TextIO
 
 logger = logging.getLogger(__name__)
 
+FOLDER = "heartbeats"  # in the run folder
 VARIABLE = "RLPOST_HEARTBEATS"  # the folder, for processes that the driver starts
+DRIVER = "driver"  # the name of the process that drives the run
 WRITE_S = 1.0
 DUMP_SIGNAL = signal.SIGUSR2  # writes this process's stacks, also while it holds the interpreter's lock
 DUMP_REQUEST = "dump"  # a file of this name in the folder asks all processes for their stacks, on any node
 KEEP_REQUEST = "keep_phases"  # and this one, when they start, to write down their phases
 SETTLE_S = 2 * WRITE_S  # after which what has ended is written, also on a busy machine
 SPANS_SUFFIX = ".phases.jsonl"
-STEP = ("driver", "step")  # name and doing of the phase that holds a whole step of the trainer
+STEP = (DRIVER, "step")  # name and doing of the phase that holds a whole step of the trainer
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,31 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from rlpost.config import CONFIG_DIR, Config, register, to_object
-from rlpost.endings import CONFIG_ERROR, FAILED, FINISHED, INTERRUPTED, RESUMABLE, STALLED, Preempted, Stalled
+from rlpost.endings import (
+    CONFIG_ERROR,
+    FAILED,
+    FINISHED,
+    INTERRUPTED,
+    RESUMABLE,
+    STALLED,
+    Preempted,
+    Stalled,
+    described,
+)
+from rlpost.files import MAKE_ROOM, DiskFull, chain, is_disk_full, set_aside
+from rlpost.host import exported, exported_while
+from rlpost.lock import InUse, holding
 from rlpost.open_keys import hydra_words
 from rlpost.overrides import check_overrides, check_stated
 from rlpost.redact import redact_files, redact_text
 
 VALUE_FLAGS = {"--cfg", "-c", "--package", "-p", "--info", "-i"}  # the next word is theirs, not an override
 OTHER_CONFIG = {"--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--experimental-rerun"}
+ERROR = "error.txt"
+HYDRA_RAISES = "HYDRA_FULL_ERROR"  # rather than printing a trace and exiting with 1
 HELP = {"--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc"}
 
 Execute = Callable[[Config, Path], dict[str, Any]]
@@ -61,7 +78,8 @@ def launch(execute: Execute) -> None:
     def job(cfg: DictConfig) -> None:
         hydra_cfg = HydraConfig.get()
         redact_files(_saved_by_hydra(hydra_cfg))
-        status = run(cfg, Path(hydra_cfg.runtime.output_dir), execute, hydra_cfg)
+        with exported_while(**{HYDRA_RAISES: asked}):  # to commands that the run starts
+            status = run(cfg, Path(hydra_cfg.runtime.output_dir), execute, hydra_cfg)
         if status in (INTERRUPTED, FAILED) and terminated:  # a scheduler may end our other processes as well
             status = RESUMABLE
         ended = status in (INTERRUPTED, RESUMABLE)  # from outside, which ends a multirun as well
@@ -70,6 +88,7 @@ def launch(execute: Execute) -> None:
         if status:
             sys.exit(status)
 
+    asked = exported().get(HYDRA_RAISES, "0")
     terminated: list[int] = []
 
     def on_sigterm(number: int, frame: object) -> None:
@@ -80,9 +99,33 @@ def launch(execute: Execute) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a script starts with &: SIGTERM would be lost
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        job()
+        _report_hydra(job)
     except KeyboardInterrupt:
         sys.exit(RESUMABLE if terminated else INTERRUPTED)
+
+
+def _report_hydra(job: Callable[[], None]) -> None:
+    """Run Hydra's `job`; what is wrong with a command line or a folder becomes a message, and the exit status."""
+    if exported().get(HYDRA_RAISES) == "1":  # the user wants all of it
+        return job()
+    try:
+        with exported_while(**{HYDRA_RAISES: "1"}):
+            job()
+    except CompactHydraException as error:
+        print(error, file=sys.stderr)
+        if isinstance(error.__cause__, OmegaConfBaseException):
+            print(error.__cause__, file=sys.stderr)
+        sys.exit(FAILED)
+    except Exception as error:
+        cause = next((one for one in chain(error) if isinstance(one, OSError)), None)
+        if cause is None:
+            raise
+        if is_disk_full(cause):
+            print(f"rlpost: the disk is full ({cause}). {MAKE_ROOM}", file=sys.stderr)
+            sys.exit(FAILED)
+        choose = "choose another with hydra.run.dir (a sweep: hydra.sweep.dir)"
+        print(f"rlpost: the run folder cannot be used ({cause}): {choose}", file=sys.stderr)
+        sys.exit(CONFIG_ERROR)
 
 
 def _saved_by_hydra(cfg: HydraConf) -> list[Path]:
@@ -95,30 +138,41 @@ def _saved_by_hydra(cfg: HydraConf) -> list[Path]:
 
 
 def run(cfg: DictConfig, run_dir: Path, execute: Execute, hydra_cfg: HydraConf | None = None) -> int:
-    """Run one configuration in `run_dir`; returns the exit status. `hydra_cfg` says how it was composed, if it was."""
+    """Run one configuration in `run_dir`; returns the exit status. `hydra_cfg` says how it was composed, if it was.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    try:
+        with holding(run_dir):
+            set_aside(run_dir / ERROR)
+            return _run(cfg, run_dir, execute, hydra_cfg)
+    except InUse as error:  # the folder is the other run's: no trace is left there
+        print(f"rlpost: {error}", file=sys.stderr)
+        return CONFIG_ERROR
+
+
+def _run(cfg: DictConfig, run_dir: Path, execute: Execute, hydra_cfg: HydraConf | None) -> int:
     try:
         typed = to_object(cfg)
         if hydra_cfg is not None:
             check_stated(typed, hydra_cfg)
         summary = execute(typed, run_dir)
     except ValueError as error:  # a mistake in the config, as a rule: its message says all, the trace is to be sure
-        _keep_trace(run_dir)
-        print(f"rlpost: {error}", file=sys.stderr)
+        _tell(str(error), run_dir)
         return CONFIG_ERROR
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("rlpost: interrupted", file=sys.stderr)
         return INTERRUPTED
     except (Stalled, Preempted) as ended:
-        print(f"rlpost: {ended}", file=sys.stderr)
-        _keep_trace(run_dir)  # also of what it may hide
+        _tell(str(ended), run_dir)  # the trace is also of what it may hide
         return STALLED if isinstance(ended, Stalled) else RESUMABLE
     except SystemExit as error:  # of the user's code, say: it would pass for success
-        print(f"rlpost: something called sys.exit({error.code!r}) before the run had ended", file=sys.stderr)
-        _keep_trace(run_dir)
+        _tell(f"something called sys.exit({error.code!r}) before the run had ended", run_dir)
         return FAILED
     except Exception as error:  # the process edge: say what happened, keep the trace, exit non-zero
-        trace = _keep_trace(run_dir)
-        print(f"rlpost: {type(error).__name__}: {error}\n(full trace: {trace})", file=sys.stderr)
+        full = is_disk_full(error) and not isinstance(error, DiskFull)
+        _tell(f"the disk is full ({described(error)}). {MAKE_ROOM}" if full else described(error), run_dir)
         return FAILED
     print(json.dumps(summary), flush=True)
     if not summary.get("finished", True):
@@ -126,8 +180,14 @@ def run(cfg: DictConfig, run_dir: Path, execute: Execute, hydra_cfg: HydraConf |
     return FINISHED if summary.get("passed", True) else FAILED
 
 
-def _keep_trace(run_dir: Path) -> Path:
-    """Write the trace of the present error, without secrets, into the run's folder; returns the file."""
-    path = run_dir / "error.txt"
-    path.write_text(redact_text(traceback.format_exc()))
-    return path
+def _tell(message: str, run_dir: Path) -> None:
+    """Print how the run ended, and keep the trace of the present error, without secrets: here if not in its folder."""
+    trace, path = redact_text(traceback.format_exc()), run_dir / ERROR
+    try:
+        path.write_text(trace)
+        kept = f"(full trace: {path})"
+    except OSError as error:
+        with suppress(OSError):
+            path.unlink()  # half a trace
+        kept = f"(full trace, since {path} cannot be written: {error})\n{trace.rstrip()}"
+    print(f"rlpost: {message}\n{kept}", file=sys.stderr)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.config import Config
+from rlpost.endings import begun
 from rlpost.launch import launch
 
 
@@ -34,7 +35,8 @@ async def _execute(cfg: Config, run_dir: Path) -> dict[str, Any]:
         assert evaluator is not None
         stack.callback(start_ray(cfg.cluster))
         pool = await build_pool(cfg, facts, build_placement(cfg, stack), stack)
-        report, groups = await evaluator.run(pool.run)
+        with begun():
+            report, groups = await evaluator.run(pool.run)
         with open(run_dir / "answers.jsonl", "w") as file:
             for row in evaluator.rows(groups):
                 file.write(json.dumps(row) + "\n")

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from rlpost.files import set_aside
 from rlpost.tracking.base import TRACKERS, RunInfo, Tracker
 from rlpost.tracking.config import TrackingConfig
 
@@ -52,8 +53,8 @@ class JsonlFile:
 
     def write(self, record: dict[str, Any]) -> None:
         if self._file is None:
-            if self.path.exists() and not self._resumed:
-                os.replace(self.path, self.path.with_name(self.path.name + ".old"))
+            if not self._resumed:
+                set_aside(self.path)
             self._file = open(self.path, "a")
         self._file.write(json.dumps(record, allow_nan=False, default=str) + "\n")
         self._file.flush()

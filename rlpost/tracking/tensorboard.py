@@ -1,7 +1,8 @@
-"""TensorBoard event files in `<run folder>/tensorboard`."""
+"""TensorBoard event files in `<run folder>/tensorboard`; those of an earlier run there become `tensorboard.old`."""
 
 from typing import Any
 
+from rlpost.files import set_aside
 from rlpost.tracking.base import TRACKERS, RunInfo, Tracker, require
 from rlpost.tracking.config import TrackingConfig
 
@@ -39,7 +40,10 @@ class TensorboardTracker(Tracker):
     def _opened(self) -> Any:
         # Not in __init__: the step to purge from is known only once the run has resumed.
         if self._writer is None:
-            self._writer = self._writer_class(str(self.run.folder / "tensorboard"), purge_step=self._purge_step)
+            folder = self.run.folder / "tensorboard"
+            if self._purge_step is None:
+                set_aside(folder)
+            self._writer = self._writer_class(str(folder), purge_step=self._purge_step)
         return self._writer
 
 

@@ -18,7 +18,7 @@ from rlpost import heartbeat
 from rlpost.algos.algorithm import Algorithm
 from rlpost.config import Config
 from rlpost.data import PromptStream, load_val_sets
-from rlpost.endings import Preempted, Stalled
+from rlpost.endings import Preempted, Stalled, described
 from rlpost.files import below
 from rlpost.host import cpu_count, exported
 from rlpost.platform import RAY_ENV, adopt_visibility, platform
@@ -32,8 +32,9 @@ from rlpost.trainer.gate import ParityGate, Repair
 from rlpost.trainer.history import LEDGER
 from rlpost.trainer.interrupts import Interrupts
 from rlpost.trainer.ledger import Ledger
+from rlpost.trainer.leftovers import set_earlier_aside
 from rlpost.trainer.repair import AiterRepair
-from rlpost.trainer.replay import ReplayStore, describe
+from rlpost.trainer.replay import REPLAY, ReplayStore, describe
 from rlpost.trainer.report import Reporter
 from rlpost.trainer.resumable import check_resume
 from rlpost.trainer.run_state import RunState
@@ -91,7 +92,7 @@ def execute(cfg: Config, run_dir: Path) -> dict[str, Any]:
                 raise Stalled(watch.stalled) from error
             if interrupts.stopped_by == "SIGTERM":
                 late = f"no end of the step within trainer.grace_period_s={grace_s}"
-                reason = late if interrupts.expired else f"and then {type(error).__name__}: {error}"
+                reason = late if interrupts.expired else f"and then {described(error)}"
                 saved = CheckpointStore(run_dir / "checkpoints", None).complete()
                 goes_on = f"goes on from {saved[-1]}" if saved else "begins anew: there is no checkpoint yet"
                 raise Preempted(f"SIGTERM, {reason}\n{again(run_dir)} {goes_on}") from error
@@ -322,14 +323,15 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
     algorithm = build_algorithm(cfg)
     rollouts = cfg.trainer.rollout_data_dir
     rollout_dir = below(run_dir, rollouts, "trainer.rollout_data_dir") if rollouts else None
-    described = about(cfg)
-    checkpoints = CheckpointStore(run_dir / "checkpoints", cfg.trainer.max_ckpt_to_keep, described)
-    check_resume(checkpoints, cfg, stream, total_steps)
+    manifest = about(cfg)
+    checkpoints = CheckpointStore(run_dir / "checkpoints", cfg.trainer.max_ckpt_to_keep, manifest)
+    if check_resume(checkpoints, cfg, stream, total_steps) is None:
+        set_earlier_aside(run_dir, rollout_dir)
     ledger = Ledger(run_dir / LEDGER)
     stack.callback(ledger.close)
 
     reporter = Reporter(
-        Tracking.build(cfg.tracking, run_dir, described["config"], total_steps),
+        Tracking.build(cfg.tracking, run_dir, manifest["config"], total_steps),
         run_dir,
         decode=facts.decode,
         rollout_dir=rollout_dir,
@@ -340,7 +342,7 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
     pool, workers = await start_processes(cfg, facts, total_steps, takes_turns(cfg), stack)
     source = build_source(cfg, facts.spec, stream, algorithm, pool, workers, stack, ledger)
     replays = ReplayStore(
-        run_dir / "replay",
+        run_dir / REPLAY,
         describe(
             cfg,
             facts.model,
@@ -365,6 +367,9 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
         total_steps=total_steps,
     )
     return trainer, reporter
+
+    if check_resume(checkpoints, cfg, stream, total_steps) is None:
+        set_earlier_aside(run_dir, rollout_dir)
 
 
 def build_algorithm(cfg: Config) -> Algorithm:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlpost.files import DiskFull, is_disk_full, sync, write_synced
+from rlpost.files import MAKE_ROOM, DiskFull, is_disk_full, set_aside, sync, write_synced
 from rlpost.trainer.history import History, Record, compacted, encode, encode_all, end_of, holding, read_log
 from rlpost.trajectory import Group, Prompt, Status
 
@@ -145,7 +145,7 @@ class Ledger:
         if not end_of(kept, mark):
             raise ValueError(f"{copy}: not the ledger of this checkpoint (mark {mark}); is the folder complete?")
         if len(read_log(path).records) > 1:
-            os.replace(path, path.with_name(f"{path.name}.old"))
+            set_aside(path)
         self._replace(path, kept)
         return kept
 
@@ -184,10 +184,7 @@ class Ledger:
         except OSError as error:
             if not is_disk_full(error):
                 raise
-            raise DiskFull(
-                f"{self._path}: the disk is full ({error.strerror}). Free some space and start the run again; it "
-                "resumes from its last checkpoint"
-            ) from error
+            raise DiskFull(f"{self._path}: the disk is full ({error.strerror}). {MAKE_ROOM}") from error
 
 
 def _pairs(items: Iterable[Group | Prompt]) -> list[list[Any]]:

@@ -27,6 +27,7 @@ from rlpost.workers.model import ModelInfo, ModelShape
 from rlpost.workers.model_worker import WorkerSetup
 
 BUNDLE, BATCH, WEIGHTS = "bundle.json", "batch.safetensors", "weights"
+REPLAY = "replay"  # the folder of all bundles, in the run folder
 FORMAT = 1
 # of the config, what a step depends on
 SECTIONS = {name: config.SECTIONS[name] for name in ("algo", "model", "actor", "critic", "ref")}

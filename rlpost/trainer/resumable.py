@@ -1,6 +1,7 @@
 """Whether the checkpoint that `trainer.resume` means can be continued: told before engines and ranks start."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from rlpost.algos.config import WITH_CRITIC
@@ -10,15 +11,15 @@ from rlpost.trainer.config import AsyncTrainerConfig
 from rlpost.trainer.state import CheckpointStore
 
 
-def check_resume(checkpoints: CheckpointStore, cfg: Config, stream: PromptStream, total_steps: int) -> None:
-    """Hold the checkpoint against the config and the data of this run; without one there is nothing to say.
+def check_resume(checkpoints: CheckpointStore, cfg: Config, stream: PromptStream, total_steps: int) -> Path | None:
+    """The checkpoint, once it was held against the config and the data of this run; None for a fresh start.
 
     Raises:
         ValueError: no checkpoint at that path, or all that keeps this run from continuing it.
     """
     folder = checkpoints.find(cfg.trainer.resume)
     if folder is None:
-        return
+        return None
     problems = list(_problems(checkpoints.read(folder), cfg, stream, total_steps))
     if problems:
         raise ValueError(
@@ -27,6 +28,7 @@ def check_resume(checkpoints: CheckpointStore, cfg: Config, stream: PromptStream
             + ". Restore what it was, or start anew with trainer.resume=never (from its weights: "
             "model.path=<run folder>/hf, where the run has ended)"
         )
+    return folder
 
 
 def _problems(saved: Mapping[str, Any], cfg: Config, stream: PromptStream, total_steps: int) -> Iterator[str]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 
-from rlpost.heartbeat import file_name
+from rlpost.heartbeat import DRIVER, file_name
 from rlpost.trainer import stacks
-from rlpost.trainer.watchdog import DRIVER, Seen, Stall, Watchdog
+from rlpost.trainer.watchdog import Seen, Stall, Watchdog
 
 SPY_S = 60.0  # for py-spy, over all processes
 

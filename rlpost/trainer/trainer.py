@@ -8,6 +8,7 @@ from typing import Any
 from rlpost import heartbeat
 from rlpost.algos.algorithm import Algorithm
 from rlpost.batch import Batch, collate
+from rlpost.endings import begun
 from rlpost.metrics import Metric, Metrics, Reduce, Timers, merge, scalars
 from rlpost.trainer.config import TrainerConfig
 from rlpost.trainer.evaluate import Evaluator
@@ -56,13 +57,23 @@ class Trainer:
         self.stop_requested = False
 
     async def fit(self) -> dict[str, Any]:
-        """Train to `total_steps`, or until `stop_requested`; returns the summary that `main` prints."""
+        """Train to `total_steps`, or until `stop_requested`; returns the summary that `main` prints.
+
+        Raises:
+            ValueError: a checkpoint that cannot be resumed, or parts that do not fit each other.
+            Failed: in place of any `ValueError` later on.
+        """
         start = time.perf_counter()
         self.step = await self._state.resume(self._cfg.resume)
         with heartbeat.phase("publish", step=self.step):
             await self._source.publish(self.step)
         with heartbeat.phase("validate", "parity probe"):
             await self._gate.probe(self._source, self.step)
+        with begun():
+            await self._train()
+        return self._reporter.summary(self.step, time.perf_counter() - start, finished=self.step >= self.total_steps)
+
+    async def _train(self) -> None:
         if self._cfg.val_before_train and self.step == 0:
             await self._validate()
         while self.step < self.total_steps and not self.stop_requested:
@@ -72,7 +83,6 @@ class Trainer:
         if self.step == self.total_steps and self._cfg.export_hf:
             with heartbeat.phase("save", "export_hf"):
                 await self._workers.call_async("export_hf", self._reporter.folder / "hf")
-        return self._reporter.summary(self.step, time.perf_counter() - start, finished=self.step >= self.total_steps)
 
     async def _whole_step(self) -> None:
         """A step, and the validation and the checkpoint that are due after it."""

@@ -18,9 +18,11 @@ import psutil
 
 from rlpost import heartbeat
 from rlpost.endings import STALLED
+from rlpost.files import set_aside
+from rlpost.heartbeat import DRIVER
 from rlpost.trainer.config import TimeoutsConfig
 from rlpost.trainer.stall import Report, write_report
-from rlpost.trainer.watchdog import DRIVER, Stall, Watchdog
+from rlpost.trainer.watchdog import Stall, Watchdog
 
 LOOK_S = 1.0
 HEAR_S = 5.0  # for the event loop to notice that it shall end
@@ -42,9 +44,10 @@ class Watch:
 
     def __init__(self, run_dir: Path, timeouts: TimeoutsConfig, timeline: bool = False):
         self.stalled: str | None = None
-        self.folder = (run_dir / "heartbeats").resolve()
+        self.folder = (run_dir / heartbeat.FOLDER).resolve()
         self._report = run_dir / "stall"
         shutil.rmtree(self.folder, ignore_errors=True)  # those of an earlier run in this folder
+        set_aside(self._report)
         self._mine = heartbeat.start(self.folder, DRIVER, keep_phases=timeline)
         self._dog = Watchdog(timeouts.by_phase(), self._pulses)
         self._loop: asyncio.AbstractEventLoop | None = None

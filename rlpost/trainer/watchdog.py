@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from rlpost.heartbeat import Pulse
+from rlpost.heartbeat import DRIVER, Pulse
 
 logger = logging.getLogger(__name__)
 
 SILENT_S = 30.0  # a process that is not heard of for longer is stopped, dead, or on a node without the run folder
 PAUSE_S = 20.0  # between two looks: this process was stopped itself (Ctrl-Z, a moved machine)
-DRIVER = "driver"
 
 # whose progress is also that of the driver, which waits for them in this phase
 FEEDS = {

@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from rlpost.files import below, file_digest, file_digests, is_disk_full, write_synced
+from rlpost.files import below, file_digest, file_digests, is_disk_full, set_aside, write_synced
 
 
 def test_digest_tells_one_changed_byte(tmp_path):
@@ -38,3 +38,17 @@ def test_paths_below_a_folder_stay_there(tmp_path):
     for outside in ("..", "../x", "a/../../x"):
         with pytest.raises(ValueError, match=f"trainer.rollout_data_dir={outside}: leads out of {tmp_path}"):
             below(tmp_path, outside, "trainer.rollout_data_dir")
+
+
+def test_set_aside_replaces_what_was_set_aside_before(tmp_path):
+    file, folder = tmp_path / "a.txt", tmp_path / "b"
+    set_aside(file)  # not there
+    for text in ("1", "2"):
+        file.write_text(text)
+        folder.mkdir()
+        (folder / text).touch()
+        set_aside(file)
+        set_aside(folder)
+    assert not file.exists() and not folder.exists()
+    assert (tmp_path / "a.txt.old").read_text() == "2"
+    assert [path.name for path in (tmp_path / "b.old").iterdir()] == ["2"]

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlpost.heartbeat import SPANS_SUFFIX, STEP, Span
+from rlpost.heartbeat import DRIVER, FOLDER, SPANS_SUFFIX, STEP, Span
 from rlpost.tracking.jsonl import read_jsonl
-from rlpost.trainer.watchdog import DRIVER
 
 KINDS = (DRIVER, "rank", "engine", "workflow", "reward model", "reward")  # of processes, in the order of their lanes
 BETWEEN = STEP[0]  # the phase in which the driver is between all others
@@ -83,7 +82,7 @@ def read_spans(run_dir: Path) -> list[Span]:
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir}: no such folder; give that of a run")
     spans = []
-    for path in sorted((run_dir / "heartbeats").glob(f"*{SPANS_SUFFIX}")):
+    for path in sorted((run_dir / FOLDER).glob(f"*{SPANS_SUFFIX}")):
         try:
             spans += [Span(**row) for row in read_jsonl(path)]
         except TypeError as error:

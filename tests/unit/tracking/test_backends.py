@@ -33,6 +33,22 @@ def test_tensorboard_holds_scalars_and_answers_and_hides_steps_after_a_rewind(tm
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
+def test_tensorboard_of_a_fresh_run_in_a_used_folder_does_not_show_the_old_one(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from rlpost.tracking.tensorboard import TensorboardTracker
+
+    for value in (1.0, 2.0):
+        tracker = TensorboardTracker(TrackingConfig(), run_info(tmp_path))
+        tracker.log(1, {"reward/mean": value})
+        tracker.close()
+    for name, value in (("tensorboard", 2.0), ("tensorboard.old", 1.0)):
+        events = EventAccumulator(str(tmp_path / name))
+        events.Reload()
+        assert [e.value for e in events.Scalars("reward/mean")] == [value]
+
+
 def test_tensorboard_table_escapes_what_would_end_a_cell(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

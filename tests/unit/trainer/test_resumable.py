@@ -35,8 +35,10 @@ def check(folder, before: list[str], now: list[str], *, slots=(), step: int = 10
     async def write(folder):
         return {}
 
-    asyncio.run(store.save(step, {"source": source}, write))
-    check_resume(store, compose(*now), stream or Stream(), total)
+    assert check_resume(store, compose(*now), Stream(), total) is None
+    written = asyncio.run(store.save(step, {"source": source}, write))
+    assert check_resume(store, compose(*now), stream or Stream(), total) == written
+    assert check_resume(store, compose(*now, "trainer.resume=never"), stream or Stream(), total) is None
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import AlgoConfig
 from rlpost.batch import Batch
+from rlpost.endings import Failed
 from rlpost.metrics import Metric, Reduce
 from rlpost.trainer.config import TrainerConfig
 from rlpost.trainer.source import rollout_metrics
@@ -112,3 +113,29 @@ def test_rewards_are_those_of_all_generated_groups_and_tokens_those_of_the_train
     assert values["response_length/mean"] == 5.0
     assert values["throughput/tokens"] == 2 * (2 + 3)
     assert values["critic/score/mean"] == 0.5  # the batch that is trained
+
+
+class BrokenSource(Source):
+    """Raises what a user's workflow might, in one of its calls."""
+
+    def __init__(self, method):
+        setattr(self, method, self.fail)
+
+    async def fail(self, *args, **kwargs):
+        raise ValueError("not a number")
+
+
+@pytest.mark.parametrize(("method", "error"), [("publish", ValueError), ("take", Failed)])
+def test_value_error_is_a_mistake_in_the_configuration_only_until_training_begins(tmp_path, method, error):
+    trainer = make_trainer(
+        TrainerConfig(resume="never"),
+        Algorithm(AlgoConfig(adv_estimator="gae"), updates_per_step=1, max_response_length=8),
+        tmp_path,
+        source=BrokenSource(method),
+        workers=Workers({}),
+        gate=Gate(),
+        reporter=Reporter(tmp_path),
+    )
+    with pytest.raises(error, match="not a number") as raised:
+        asyncio.run(trainer.fit())
+    assert type(raised.value) is error
