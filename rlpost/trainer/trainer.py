@@ -28,16 +28,6 @@ class Trainer:
     """Drives one run; every number it uses is in the `Batch` of the step.
 
     Args:
-        cfg: the `trainer` section.
-        algorithm: what to infer, keep, compute and train.
-        source: scored groups in, new weights out.
-        workers: the trainer ranks, with the roles that the algorithm needs.
-        updates: trains a batch on them.
-        gate: compares the engine's logprobs with the trainer's.
-        evaluator: validation, or None without validation sets.
-        reporter: metrics, tables and rollouts to the trackers and the run folder.
-        state: saves and resumes the run.
-        ledger: what became of every group; the source's own.
         groups_per_step: `data.train_batch_size`.
         n: samples a prompt.
         total_steps: the step to end at.
@@ -59,9 +49,7 @@ class Trainer:
     async def fit(self) -> dict[str, Any]:
         """Train to `total_steps`, or until `stop_requested`; returns the summary that `main` prints.
 
-        Raises:
-            ValueError: a checkpoint that cannot be resumed, or parts that do not fit each other.
-            Failed: in place of any `ValueError` later on.
+        A `ValueError` says that a checkpoint or the parts do not fit; once training has begun, `Failed` comes instead.
         """
         start = time.perf_counter()
         self.step = await self._state.resume(self._cfg.resume)
@@ -70,19 +58,16 @@ class Trainer:
         with heartbeat.phase("validate", "parity probe"):
             await self._gate.probe(self._source, self.step)
         with begun():
-            await self._train()
+            if self._cfg.val_before_train and self.step == 0:
+                await self._validate()
+            while self.step < self.total_steps and not self.stop_requested:
+                self.step += 1
+                with heartbeat.phase(*heartbeat.STEP, step=self.step):
+                    await self._whole_step()
+            if self.step == self.total_steps and self._cfg.export_hf:
+                with heartbeat.phase("save", "export_hf"):
+                    await self._workers.call_async("export_hf", self._reporter.folder / "hf")
         return self._reporter.summary(self.step, time.perf_counter() - start, finished=self.step >= self.total_steps)
-
-    async def _train(self) -> None:
-        if self._cfg.val_before_train and self.step == 0:
-            await self._validate()
-        while self.step < self.total_steps and not self.stop_requested:
-            self.step += 1
-            with heartbeat.phase(*heartbeat.STEP, step=self.step):
-                await self._whole_step()
-        if self.step == self.total_steps and self._cfg.export_hf:
-            with heartbeat.phase("save", "export_hf"):
-                await self._workers.call_async("export_hf", self._reporter.folder / "hf")
 
     async def _whole_step(self) -> None:
         """A step, and the validation and the checkpoint that are due after it."""
@@ -124,9 +109,8 @@ class Trainer:
             return await self._sample()
         except ParityError as error:
             with heartbeat.phase("start", "repair of the engine"):
-                repaired = await self._gate.repair(error, self.step - 1)
-            if not repaired:
-                raise
+                if not await self._gate.repair(error, self.step - 1):
+                    raise
         self._source.rewind()
         self._algorithm.load_state_dict(before)
         return await self._sample()
