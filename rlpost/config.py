@@ -97,8 +97,13 @@ def register() -> None:
 
 
 def folder_name(text: str, max_length: int = 100) -> str:
-    """`text`, without secrets, fit for the name of one folder: overrides hold slashes; a name has its limit."""
-    return re.sub(r"[^\w.,=+-]+", "_", redact_text(text))[:max_length]
+    """A name for one folder from overrides that Hydra has joined by commas: sorted, without plus signs and secrets.
+
+    Words that only make a reward term (see `rlpost.open_keys`) are left out; a name has its limit.
+    """
+    words = re.split(r",(?=\+{0,2}[\w./@]+=)", redact_text(text))
+    kept = sorted(word.lstrip("+") for word in words if not re.search(r"=\{(\w+:\{\},?)+\}$", word))
+    return re.sub(r"[^\w.,=+-]+", "_", ",".join(kept))[:max_length]
 
 
 def to_object(cfg: DictConfig) -> Config:

@@ -58,7 +58,10 @@ class DataConfig:
             if getattr(self, key) is not None and getattr(self, key) < 1:
                 refuse(f"data.{key}={getattr(self, key)}: must be >= 1, or null")
         if isinstance(self.train_files, dict):
-            refuse(f"data.train_files={self.train_files}: takes a source or a list, data.train_files=[...]")
+            refuse(
+                f"data.train_files={self.train_files}: expected a path or address, or a list of them: "
+                "data.train_files=[...]"
+            )
         if self.chat_template_kwargs and not self.apply_chat_template:
             refuse(
                 f"data.chat_template_kwargs={self.chat_template_kwargs} has no effect with data.apply_chat_template="

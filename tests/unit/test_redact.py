@@ -51,6 +51,11 @@ def test_command_lines_and_folders_named_after_them_are_clean():
     assert "abc" not in folder_name(line) and "seed=2" in folder_name(line)
 
 
+def test_folder_name_begins_with_what_is_not_lost_to_its_limit() -> None:
+    line = "++data.val_files.x=task://a?b=1,+reward.terms={accuracy:{},len:{}},actor.dtype=float16,seed=2"
+    assert folder_name(line) == "actor.dtype=float16,data.val_files.x=task_a_b=1,seed=2"
+
+
 def test_files_are_rewritten_only_if_they_hold_a_secret(tmp_path):
     secret, plain = tmp_path / "secret.yaml", tmp_path / "plain.yaml"
     secret.write_text("a:\n  auth:\n    user: abc\n  path: ${a.b}\n")
