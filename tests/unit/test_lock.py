@@ -114,4 +114,4 @@ def test_driver_of_this_host_is_told_by_its_lock_alone(tmp_path, monkeypatch):
     write_pulse(tmp_path, Pulse(name=DRIVER, host=socket.gethostname(), pid=7))
     monkeypatch.delattr(lock.time, "sleep")
     with holding(tmp_path):
-        pass
+        assert f"process {os.getpid()} on host" in (tmp_path / "lock").read_text()
