@@ -1,5 +1,6 @@
 """What a process asks its host, devices aside (those are `platform.py`'s)."""
 
+import gc
 import os
 import socket
 from collections.abc import Iterator, Mapping
@@ -52,3 +53,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
+
+
+def settle() -> None:
+    """To be called once a process has started: what lives now will stay.
+
+    The garbage collector would look at all of it, millions of objects of torch and transformers, whenever many messages
+    have come: a quarter of a second each time.
+    """
+    gc.collect()
+    gc.freeze()

@@ -5,7 +5,6 @@ What needs no device is in pure modules beside it: `visibility.py` (masks), `roc
 """
 
 import functools
-import gc
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
@@ -87,9 +86,12 @@ class Platform:
             torch.cuda.synchronize()
 
     def empty_cache(self) -> None:
-        """Give cached device memory back, so that the engine on the same card can take it."""
+        """Give cached device memory back, so that the engine on the same card can take it.
+
+        Without the garbage collector, to which no pass leaves a tensor: it took 0.35 s each time, and more once layers
+        are compiled.
+        """
         if self.kind != "cpu":
-            gc.collect()
             torch.cuda.empty_cache()
 
     def peak_memory_bytes(self) -> int:

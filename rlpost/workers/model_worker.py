@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlpost import heartbeat
 from rlpost.batch import Batch
-from rlpost.host import exported, free_port, host_address, host_id
+from rlpost.host import exported, free_port, host_address, host_id, settle
 from rlpost.metrics import Metric, Metrics, Reduce, merge
 from rlpost.platform import platform
 from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, RefConfig, TrainRoleConfig
@@ -151,6 +151,7 @@ class ModelWorker:
             self._rest_reference()
         if setup.critic is not None:
             self.engines["critic"] = self._engine("critic", setup.critic.path or setup.model.path)
+        settle()
         platform().empty_cache()
 
     def _engine(self, role: str, path: str) -> FSDPEngine:

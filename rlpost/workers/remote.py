@@ -1,6 +1,5 @@
-"""Calls of Ray actors: the error that was raised there, whether the actor itself is what is gone; and their heaps."""
+"""Calls of Ray actors: the error that was raised there, and whether the actor itself is what is gone."""
 
-import gc
 from collections.abc import Awaitable
 from typing import Any
 
@@ -20,16 +19,6 @@ def unwrap(error: BaseException) -> BaseException:
     while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
         error = error.cause
     return error
-
-
-def settle() -> None:
-    """To be called once a process has started: what lives now will stay.
-
-    The garbage collector would look at all of it, millions of objects of torch and transformers, whenever many messages
-    have come: a quarter of a second each time.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def is_death(error: BaseException) -> bool:

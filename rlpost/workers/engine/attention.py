@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from rlpost.workers.engine.parallel import all_gather
 
 NAME = "rlpost_packed"
+_WINDOW = "rlpost_window"  # attribute of an attention module: tokens, or None
 VARLEN_NAMES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -102,7 +103,8 @@ def _interface(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
             raise ValueError(
                 f"{name} uses {'softcap' if s_aux is None else 'attention sinks'}, which packed attention lacks"
             )
-        if sliding_window is None and (window := _window_of(module)) is not None and packing.max_seqlen > window:
+        window = getattr(module, _WINDOW, None)
+        if sliding_window is None and window is not None and packing.max_seqlen > window:
             raise ValueError(
                 f"{name} gives its sliding window of {window} tokens by a mask alone, which packed attention lacks: "
                 "sequences must not be longer (data.max_prompt_length + data.max_response_length)"
@@ -117,13 +119,17 @@ def _interface(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
     return attention
 
 
-def _window_of(module: nn.Module) -> int | None:
-    """The sliding window that a layer should have by its config."""
-    config = getattr(module, "config", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and kinds[module.layer_idx] != "sliding_attention":
-        return None
-    return getattr(config, "sliding_window", None)
+def note_windows(model: nn.Module) -> None:
+    """Note on each module of attention which sliding window it should have by its config.
+
+    Beforehand, because attention is compiled once for all layers as long as it does not ask which one it is in.
+    """
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(number := getattr(module, "layer_idx", None), int) and config is not None:
+            kinds = getattr(config, "layer_types", None)
+            slides = kinds is None or kinds[number] == "sliding_attention"
+            setattr(module, _WINDOW, getattr(config, "sliding_window", None) if slides else None)
 
 
 def _heads_to_ranks(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:

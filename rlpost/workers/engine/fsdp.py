@@ -274,7 +274,7 @@ class FSDPEngine(TrainEngine):
 
     def to(self, device: str, *, params: bool = True, optimizer: bool = True) -> None:
         """See `TrainEngine.to`; nothing to do on a CPU."""
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or not (params or optimizer):
             return
         target = torch.device("cpu") if device == "cpu" else self.device
         if params:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 from rlpost.registry import near
 from rlpost.workers.config import ModelConfig
 from rlpost.workers.engine import compiling
+from rlpost.workers.engine.attention import note_windows
 from rlpost.workers.engine.packed_model import PackedModel
 from rlpost.workers.engine.parallel import Parallel
 
@@ -123,6 +124,7 @@ def load_sharded(
     """
     compiles = compiling.wanted(cfg.compile, device)
     model = PackedModel(build(path, cfg, critic=critic, attention=attention, meta=True), vocab_size, compiles)
+    note_windows(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # LoRA's initial A
         source = build(path, cfg, critic=critic, attention=attention, meta=False) if dist.get_rank() == 0 else None

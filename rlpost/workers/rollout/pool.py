@@ -11,14 +11,14 @@ import ray
 from ray.actor import ActorHandle
 
 from rlpost import heartbeat
-from rlpost.host import exported
+from rlpost.host import exported, settle
 from rlpost.platform import platform
 from rlpost.rewards.config import RewardConfig
 from rlpost.trajectory import Group, Prompt, Trajectory
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo, portable_tokenizer
 from rlpost.workers.placement import Placement
-from rlpost.workers.remote import own, settle
+from rlpost.workers.remote import own
 from rlpost.workers.reward_worker import RewardModelWorker
 from rlpost.workers.rollout.base import EngineLost, SamplingSpec, request_seed
 from rlpost.workers.rollout.crew import Crew, Lost

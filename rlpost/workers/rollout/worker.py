@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from rlpost import heartbeat
-from rlpost.host import exported
+from rlpost.host import exported, settle
 from rlpost.workers.config import RolloutConfig
-from rlpost.workers.remote import settle
 from rlpost.workers.rollout.base import ENGINES, Completion
 from rlpost.workers.rollout.liveness import Processes
 from rlpost.workers.rollout.router import Answered, Request

@@ -9,14 +9,13 @@ import numpy as np
 from ray.actor import ActorHandle
 
 from rlpost import heartbeat
-from rlpost.host import exported
+from rlpost.host import exported, settle
 from rlpost.rewards.base import Answer, RewardError
 from rlpost.rewards.config import OnError, RewardConfig
 from rlpost.rewards.limits import ErrorKind
 from rlpost.rewards.scorer import RewardScorer
 from rlpost.trajectory import Prompt, Provenance, Status, Trajectory
 from rlpost.workers.config import RolloutConfig
-from rlpost.workers.remote import settle
 from rlpost.workers.rollout.base import Completion, SamplingSpec, request_seed
 from rlpost.workers.rollout.liveness import Processes
 from rlpost.workers.rollout.router import Request, Router

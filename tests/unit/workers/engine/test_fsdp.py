@@ -1,7 +1,6 @@
 """One rank: checkpoints, exports, LoRA, tied weights, experts, gradients that are not finite."""
 
 import errno
-import functools
 import os
 import random
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from rlpost.batch import Batch
 from rlpost.files import is_disk_full
-from rlpost.workers.engine import checkpoint, compiling
+from rlpost.workers.engine import checkpoint
 from rlpost.workers.engine import weights as engine_weights
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -263,38 +262,6 @@ def test_checkpoint_that_lacks_weights_is_refused(path, tmp_path):
     model.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(ValueError, match="the checkpoint lacks .* weights, such as .*layers.1"):
         _engine(tmp_path)
-
-
-def test_compiled_layers_and_head_give_the_same_update(path, monkeypatch):
-    plain = _engine(path, model={"compile": "off"})
-    # all of torch.compile but the generation of C++, which takes minutes here; tests/gpu has the whole of it
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    compiling.compiled.cache_clear()
-    compiled = _engine(path, model={"compile": "on"})
-    for _ in range(2):  # the weights of the second come from the first
-        want, got = _update(plain), _update(compiled)
-        assert got["grad_norm"].value == pytest.approx(want["grad_norm"].value, rel=1e-5)
-    for one, other in zip(plain.optimizer.state.values(), compiled.optimizer.state.values(), strict=True):
-        expected = one["exp_avg"].full_tensor()
-        assert (other["exp_avg"].full_tensor() - expected).norm() <= 1e-4 * expected.norm() + 1e-9
-    batch = ragged_batch()
-    torch.testing.assert_close(
-        compiled.forward([batch])[0].logprobs, plain.forward([batch])[0].logprobs, rtol=1e-4, atol=1e-4
-    )
-    compiling.compiled.cache_clear()
-
-
-def test_where_nothing_compiles_auto_warns_and_on_is_an_error(monkeypatch, caplog):
-    def fail(*_):
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(torch, "compile", fail)
-    assert not compiling.wanted("auto", torch.device("cpu")) and not caplog.records
-    with pytest.raises(ValueError, match="model.compile=on, but torch.compile fails on cpu: no compiler"):
-        compiling.wanted("on", torch.device("cpu"))
-    monkeypatch.setattr(torch, "ones", lambda *_, **__: None)  # a device that is not here
-    assert not compiling.wanted("auto", torch.device("cuda"))
-    assert "torch.compile fails on cuda (no compiler)" in caplog.text
 
 
 def test_micro_batches_of_one_rank_are_reduced_once(path):
