@@ -1,6 +1,7 @@
 """What each process of a run is doing, in one small file a process: phase, step, progress; and its stacks on demand.
 
-On request each process also writes down every phase that has ended, for `rlpost.tools.timeline`.
+On request each process also writes down every phase that has ended, for `rlpost.tools.timeline`. What all
+but the driver warn of lies there too (`notices.py`).
 
 A thread writes the files every `WRITE_S`, so that it costs the work nothing and depends neither on Ray nor on an event
 loop. Files lie in the run folder: on several nodes it must be on a file system that all of them share, or the driver
@@ -22,6 +23,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
+
+from rlpost import notices
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +116,7 @@ class Heartbeat:
         self._appending = threading.Lock()
         self._dumped = False
         self._stacks: TextIO | None = None
+        self._notices: notices.NoticeWriter | None = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             if keep_phases:
@@ -122,6 +126,9 @@ class Heartbeat:
             self._stacks = open(stacks_path(folder, name), "w")
             faulthandler.register(DUMP_SIGNAL, self._stacks, all_threads=True)
             self._write(folder)
+            if name != DRIVER:
+                self._notices = notices.NoticeWriter(folder / f"{file_name(name)}{notices.SUFFIX}", name)
+                self._notices.attach()
             threading.Thread(target=self._keep_writing, args=(folder,), daemon=True, name="heartbeat").start()
 
     @contextmanager
@@ -177,6 +184,8 @@ class Heartbeat:
             faulthandler.unregister(DUMP_SIGNAL)
             self._stacks.close()
             self._stacks = None
+        if self._notices is not None:
+            self._notices.close()
 
     def _keep_writing(self, folder: Path) -> None:
         told = False

@@ -1,7 +1,8 @@
 """The watchdog at work: a thread of the driver that ends a run which has stalled, and says where.
 
-It relies neither on Ray nor on the event loop. First the run is asked to end as after an error, so that a sweep can go
-on; if that takes too long, or the loop does not even hear of it, the thread ends all processes by itself.
+Meanwhile it tells what other processes warn of. It relies neither on Ray nor on the event loop. First the run is asked
+to end as after an error, so that a sweep can go on; if that takes too long, or the loop does not even hear of it, the
+thread ends all processes by itself.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from rlpost import heartbeat
 from rlpost.endings import STALLED
 from rlpost.files import set_aside
 from rlpost.heartbeat import DRIVER
+from rlpost.notices import NoticeReader
 from rlpost.trainer.config import TimeoutsConfig
 from rlpost.trainer.stall import Report, write_report
 from rlpost.trainer.watchdog import Stall, Watchdog
@@ -49,11 +51,13 @@ class Watch:
         shutil.rmtree(self.folder, ignore_errors=True)  # those of an earlier run in this folder
         set_aside(self._report)
         self._mine = heartbeat.start(self.folder, DRIVER, keep_phases=timeline)
+        self._notices = NoticeReader(self.folder)
         self._dog = Watchdog(timeouts.by_phase(), self._pulses)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._closed = threading.Event()
-        threading.Thread(target=self._run, daemon=True, name="watchdog").start()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="watchdog")
+        self._thread.start()
 
     def guard(self) -> None:
         """The task that calls this is the run: cancelled when it stalls."""
@@ -62,6 +66,8 @@ class Watch:
     def close(self) -> None:
         """Watch no more."""
         self._closed.set()
+        self._thread.join(timeout=2 * LOOK_S)
+        self._notices.tell()
         heartbeat.start(None, "")
 
     def _pulses(self) -> list[heartbeat.Pulse]:
@@ -70,6 +76,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self._closed.wait(LOOK_S):
+            self._notices.tell()
             stalls = self._dog.look()
             if stalls:
                 self.stalled = self._explain(stalls)

@@ -28,9 +28,23 @@ def wanted(setting: str, device: torch.device) -> bool:
             raise ValueError(f"model.compile=on, but torch.compile fails on {device}: {error}") from error
         logger.warning("training is slower than it could be: torch.compile fails on %s (%s)", device, error)
         return False
+    _LIMITS.addHandler(_ON_LIMIT)
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     torch._dynamo.config.suppress_errors = setting == "auto"  # a layer that does not compile runs as it is, and says so
     return True
+
+
+class _OnLimit(logging.Handler):
+    """Says in our own words when torch.compile has given up on some code, which then runs as it is."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler.emit`."""
+        if "recompile_limit" in (message := record.getMessage()):
+            logger.warning("training is slower than it could be, parts of it are not compiled: %s", message)
+
+
+_LIMITS = logging.getLogger("torch._dynamo.convert_frame")
+_ON_LIMIT = _OnLimit(logging.WARNING)
 
 
 def _sample(x: Tensor) -> Tensor:

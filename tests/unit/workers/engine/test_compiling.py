@@ -76,6 +76,15 @@ def test_layers_of_a_kind_share_what_is_compiled(family, kinds, tmp_path, compil
     assert 0 < few == programs(12)
 
 
+def test_what_is_given_up_is_told(tmp_path, compiles_with, monkeypatch, caplog):
+    compiles_with("eager")
+    monkeypatch.setattr(compiling, "RECOMPILE_LIMIT", 1)
+    engine = make_engine(write_model(tmp_path), model={"compile": "on"})
+    for rows in (range(3), range(3, 6)):
+        engine.forward([weighed().select(rows)])
+    assert "training is slower than it could be, parts of it are not compiled: " in caplog.text
+
+
 @pytest.mark.parametrize("setting", ["off", "on"])
 def test_passes_leave_no_tensor_to_the_garbage_collector(setting, tmp_path, compiles_with):
     """Memory is handed to the engine every step without running it."""
