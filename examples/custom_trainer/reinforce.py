@@ -52,10 +52,9 @@ async def train(model="maker:rlpost.tasks.quickstart.make_quickstart", engine="h
     pool = RolloutPool(
         RolloutConfig(name=engine), info, reward, placement, seed=seed, max_prompt_length=8, max_response_length=5
     )
+    workers = WorkerGroup.start(info, model_cfg, actor, critic=critic, placement=placement, seed=seed)
     await pool.start()
-    workers = await asyncio.to_thread(
-        WorkerGroup.create, info, model_cfg, actor, critic=critic, placement=placement, seed=seed
-    )
+    await asyncio.to_thread(workers.load)
     sync, rewards = make_weight_sync(workers, pool), []
     for step in range(steps):
         await sync.push(version=step)

@@ -241,13 +241,13 @@ def count_updates(cfg: Config, total_steps: int) -> dict[str, int]:
 def build_workers(
     cfg: Config, facts: Facts, placement: Placement, total_steps: int, stack: AsyncExitStack
 ) -> WorkerGroup:
-    """Trainer ranks with the roles that the algorithm needs, for a run of `total_steps`."""
+    """Processes of trainer ranks with the roles that the algorithm needs, for a run of `total_steps`; to be loaded."""
     cache = Path(cfg.cache_dir).expanduser()
     ref, critic = cfg.ref if cfg.algo.needs_reference else None, cfg.critic if cfg.algo.needs_critic else None
     for role, section in (("ref", ref), ("critic", critic)):
         if section is not None and section.path is not None:
             section.path = str(resolve_path(section.path, cache, cfg.seed, f"{role}.path"))
-    return WorkerGroup.create(
+    workers = WorkerGroup.start(
         facts.model,
         cfg.model,
         cfg.actor,
@@ -258,15 +258,16 @@ def build_workers(
         total_updates=count_updates(cfg, total_steps),
         seed=cfg.seed,
         collective_timeout_s=cfg.trainer.timeouts.collective_s,
-        on_start=lambda group: stack.callback(group.shutdown),
     )
+    stack.callback(workers.shutdown)
+    return workers
 
 
 async def start_processes(
     cfg: Config, facts: Facts, total_steps: int, sleep: bool, stack: AsyncExitStack
 ) -> tuple[RolloutPool, WorkerGroup]:
-    """Engines and trainer ranks. With accelerators one after the other: an engine measures how much memory it may take,
-    and must not see the trainer take and free some meanwhile. With `sleep` it is asleep at the end."""
+    """Engines and trainer ranks. With accelerators these load one after the other: an engine measures how much memory
+    it may take, and must not see the trainer take and free some meanwhile. With `sleep` it is asleep at the end."""
     placement = build_placement(cfg, stack)
     check_fit(cfg, facts.model, placement, sleep)
 
@@ -274,17 +275,18 @@ async def start_processes(
         with _announced(f"engines: {placement.num_replicas} of {cfg.rollout.name}"):
             return await build_pool(cfg, facts, placement, stack)
 
-    async def start_workers() -> WorkerGroup:
+    async def load_workers() -> WorkerGroup:
         with _announced(f"trainer ranks: {placement.num_ranks}"):
-            return await asyncio.to_thread(build_workers, cfg, facts, placement, total_steps, stack)
+            return await asyncio.to_thread(workers.load)
 
+    workers = build_workers(cfg, facts, placement, total_steps, stack)
     if platform().kind == "cpu":
-        pool, workers = await _together(start_pool(), start_workers())
+        pool, _ = await _together(start_pool(), load_workers())
         return pool, workers
     pool = await start_pool()
     if sleep:
         await pool.sleep()
-    return pool, await start_workers()
+    return pool, await load_workers()
 
 
 @contextmanager

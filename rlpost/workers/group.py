@@ -1,7 +1,7 @@
 """`WorkerGroup`: the driver's handle of the trainer ranks."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import ray
@@ -27,17 +27,17 @@ class RankDied(RuntimeError):
 
 
 class WorkerGroup:
-    """Trainer ranks as one: whole batches in, whole columns and merged metrics out. See `create`.
+    """Trainer ranks as one: whole batches in, whole columns and merged metrics out. See `start` and `load`.
 
     An error of any rank is raised here within `GRACE_S`, even while other ranks wait in a collective, and as `RankDied`
     where a rank's process is gone; the group is of no use afterwards except for `shutdown`.
     """
 
-    def __init__(self, workers: list[Any], setup: WorkerSetup):
-        self._workers, self._setup = workers, setup
+    def __init__(self, workers: list[Any], setup: WorkerSetup, collective_timeout_s: float):
+        self._workers, self._setup, self._collective_timeout_s = workers, setup, collective_timeout_s
 
     @staticmethod
-    def create(
+    def start(
         model: ModelInfo,
         model_cfg: ModelConfig,
         actor: ActorConfig,
@@ -49,9 +49,10 @@ class WorkerGroup:
         total_updates: dict[str, int] | None = None,
         seed: int = 0,
         collective_timeout_s: float = 1800.0,
-        on_start: Callable[["WorkerGroup"], object] | None = None,
     ) -> "WorkerGroup":
-        """Start one Ray actor for each rank of `placement` and load the models.
+        """Start one Ray actor for each rank of `placement`, which takes no memory of a device before `load`.
+
+        Does not wait: their imports, of half a minute on a cold disk, run beside whatever follows.
 
         Args:
             model: facts about the actor's checkpoint.
@@ -61,7 +62,6 @@ class WorkerGroup:
             total_updates: optimizer updates of the run by role, for learning rates that decay.
             seed: of shuffles and of weights that no checkpoint has.
             collective_timeout_s: after which a rank that waits for another gives up.
-            on_start: gets the group before it loads the models, so that a caller in another thread can end it.
         """
         setup = WorkerSetup(
             model=model,
@@ -76,17 +76,18 @@ class WorkerGroup:
         size = placement.num_ranks
         actor_class = ray.remote(ModelWorker)
         workers = [actor_class.options(**placement.trainer_options(rank)).remote(rank, size) for rank in range(size)]
-        group = WorkerGroup(workers, setup)
-        if on_start is not None:
-            on_start(group)
+        return WorkerGroup(workers, setup, collective_timeout_s)
+
+    def load(self) -> "WorkerGroup":
+        """Join the ranks into a process group and load the models; waits. If that fails, the processes are ended."""
         try:
-            (address,) = _wait("rendezvous", [workers[0].rendezvous.remote()])
-            group.call("connect", address, collective_timeout_s)
-            group.call("build", setup)
+            (address,) = _wait("rendezvous", [self._workers[0].rendezvous.remote()])
+            self.call("connect", address, self._collective_timeout_s)
+            self.call("build", self._setup)
         except BaseException:
-            group.shutdown()
+            self.shutdown()
             raise
-        return group
+        return self
 
     @property
     def num_ranks(self) -> int:

@@ -37,7 +37,7 @@ def execute(checkpoint):
             stack.callback(build.start_ray(cfg.cluster))
             placement = build.build_placement(cfg, stack)
             pool = runner.run(build.build_pool(cfg, facts, placement, stack))
-            workers = build.build_workers(cfg, facts, placement, 100, stack)
+            workers = build.build_workers(cfg, facts, placement, 100, stack).load()
 
             async def same_pool(*args):
                 return pool
@@ -45,6 +45,7 @@ def execute(checkpoint):
             patch.setattr(build, "start_ray", lambda cfg: lambda: None)
             patch.setattr(build, "build_pool", same_pool)
             patch.setattr(build, "build_workers", lambda *args: workers)
+            patch.setattr(build.WorkerGroup, "load", lambda workers: workers)
             yield build.execute
         finally:
             runner.run(stack.aclose())

@@ -69,7 +69,7 @@ class Rig:
 
     def workers_for(self, info):
         actor = ActorConfig(ppo_mini_batch_size=4, dtype="float32", optim=OptimConfig(lr=0.02))
-        return WorkerGroup.create(info, ModelConfig(path=info.path), actor, placement=self.placement)
+        return WorkerGroup.start(info, ModelConfig(path=info.path), actor, placement=self.placement).load()
 
     async def start(self):
         await self.pool.start()

@@ -135,13 +135,13 @@ def test_gate_finds_a_faulty_family_turns_it_off_and_goes_on(start_ray, tmp_path
         pool, workers = make_pool(with_families(cfg, on), info, simulated), None
         try:
             await pool.start()
-            workers = await asyncio.to_thread(
-                WorkerGroup.create,
+            workers = WorkerGroup.start(
                 info,
                 ModelConfig(path=info.path),
                 ActorConfig(dtype="float32"),
                 placement=Placement(num_ranks=1, num_replicas=1, tensor_parallel=1, platform=platform()),
             )
+            await asyncio.to_thread(workers.load)
             source = ColocatedSource(
                 stream=Stream(),
                 algorithm=None,

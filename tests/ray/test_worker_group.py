@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def group(local_ray, model):
         "shuffle": True,
         "optim": optim,
     }
-    group = WorkerGroup.create(
+    group = WorkerGroup.start(
         model,
         ModelConfig(path=model.path),
         ActorConfig(**common),
@@ -50,7 +51,7 @@ def group(local_ray, model):
         placement=Placement.create(Pools.colocated(1, 2), 1, 1),
         collective_timeout_s=60.0,
     )
-    yield group
+    yield group.load()
     group.shutdown()
 
 
@@ -135,17 +136,15 @@ def test_sequence_over_the_budget_names_the_key(group):
         asyncio.run(group.infer("old_logprobs", batch))
 
 
-def create(model, num_ranks=1, **changes):
+def start(model, num_ranks=1):
     actor = ActorConfig(ppo_max_token_len_per_gpu=64, ppo_mini_batch_size=3)
     placement = Placement.create(Pools.colocated(1, num_ranks), 1, 1)
-    return WorkerGroup.create(
-        model, ModelConfig(path=model.path), actor, placement=placement, collective_timeout_s=60.0, **changes
-    )
+    return WorkerGroup.start(model, ModelConfig(path=model.path), actor, placement=placement, collective_timeout_s=60.0)
 
 
 def test_error_of_one_rank_reaches_the_driver_as_it_is(model):
     """The other rank waits in a collective for a minute; the driver does not."""
-    group = create(model, num_ranks=2)
+    group = start(model, num_ranks=2).load()
 
     def fail_on_rank_1(micro, output):
         if torch.distributed.get_rank() == 1:
@@ -173,7 +172,7 @@ def check_death_is_named(group, victim):
 
 def test_rank_whose_process_is_killed_is_named(model):
     """Rank 0 fails as well, and sooner: its collective has lost a member."""
-    group = create(model, num_ranks=2)
+    group = start(model, num_ranks=2).load()
     check_death_is_named(group, victim=1)
     group.shutdown()
 
@@ -184,9 +183,7 @@ def test_out_of_memory_inside_a_loss_and_death_of_the_only_rank_reach_the_driver
     def too_large(micro, output):
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
-    started = []
-    group = create(model, on_start=started.append)
-    assert started == [group]
+    group = start(model).load()
     with pytest.raises(OutOfDeviceMemory, match="rank 0 ran out .* 'train actor': tried to allocate 2 GiB") as caught:
         asyncio.run(group.train("actor", _batch(), too_large))
     assert "Lower actor.ppo_max_token_len_per_gpu" in str(caught.value)
@@ -194,24 +191,21 @@ def test_out_of_memory_inside_a_loss_and_death_of_the_only_rank_reach_the_driver
     group.shutdown()
 
 
-def test_on_start_gets_the_group_early_enough_to_end_it_while_it_loads(model):
+def test_group_can_be_ended_while_it_loads(model):
     """As `build` does, which waits for the engines beside it and may have to give up."""
-    sizes = []
-
-    def end(group):
-        sizes.append(group.num_ranks)
-        group.shutdown()
-
+    group = start(model, num_ranks=2)
+    ending = threading.Timer(0.5, group.shutdown)  # its imports take seconds
+    ending.start()
     with pytest.raises(RankDied, match="rank 0 died in 'rendezvous'"):
-        create(model, num_ranks=2, on_start=end)
-    assert sizes == [2]
+        group.load()
+    ending.join()
 
 
-def test_missing_checkpoint_fails_in_create(model, tmp_path: Path):
+def test_missing_checkpoint_fails_in_load(model, tmp_path: Path):
     with pytest.raises(ValueError, match=str(tmp_path)):
-        WorkerGroup.create(
+        WorkerGroup.start(
             ModelInfo(**{n: getattr(model, n) for n in ModelInfo.__slots__} | {"path": str(tmp_path)}),
             ModelConfig(path=str(tmp_path)),
             ActorConfig(),
             placement=Placement.create(Pools.colocated(1, 1), 1, 1),
-        )
+        ).load()

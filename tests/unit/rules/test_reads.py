@@ -3,7 +3,9 @@
 import ast
 import asyncio
 import re
+from contextlib import AsyncExitStack
 from dataclasses import replace
+from unittest.mock import Mock
 
 from rlpost.aiter import FAMILIES
 from rlpost.algos.advantages import ESTIMATORS
@@ -144,11 +146,16 @@ def test_adapters_read_what_the_table_says_and_nothing_else():
 
 def test_roles_that_the_algorithm_does_not_need_get_no_section(monkeypatch):
     given = {}
-    monkeypatch.setattr(build.WorkerGroup, "create", lambda *args, **sections: given.update(sections))
+
+    def start(*args, **sections):
+        given.update(sections)
+        return Mock()
+
+    monkeypatch.setattr(build.WorkerGroup, "start", start)
     for overrides in (["algo=grpo"], ["algo=ppo"], ["algo=dapo"], ["algo=ppo", "algo.use_kl_loss=true"]):
         cfg = composed(*overrides)
         facts = build.Facts(model=None, tokenizer=None, spec=None)
-        build.build_workers(cfg, facts, None, 1, None)
+        build.build_workers(cfg, facts, None, 1, AsyncExitStack())
         for role in ("critic", "ref"):
             assert (given[role] is None) == (f"{role}.path" in unread(cfg, {f"{role}.path": "m"})), overrides
 
