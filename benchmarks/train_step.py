@@ -14,6 +14,7 @@ a sequence of n tokens. Neither the embedding's look-up nor anything computed tw
 """
 
 import argparse
+import gc
 import itertools
 import os
 import time
@@ -199,6 +200,7 @@ def _speed(took: float, load: Load, flops: float, peak_tflops: float) -> dict[st
 
 
 def _reset_memory() -> None:
+    gc.collect()  # earlier engines have cycles
     platform().empty_cache()
     platform().reset_peak_memory()
 
@@ -252,7 +254,7 @@ def main() -> None:
             rows += measure(args, model, packed, lengths, checkpointing == "on", compile)
         except torch.OutOfMemoryError:
             rows.append({"model": Path(model).name, "packed": packed, "lengths": lengths, "pass": "out of memory"})
-        platform().empty_cache()
+        _reset_memory()
         if dist.get_rank() == 0:  # each time: what was measured outlives a time limit
             print(rows[-2:], flush=True)
             write(args.out, "train_step", rows, notes)

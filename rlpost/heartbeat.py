@@ -185,7 +185,7 @@ class Heartbeat:
             self._stacks.close()
             self._stacks = None
         if self._notices is not None:
-            self._notices.close()
+            self._notices.detach()
 
     def _keep_writing(self, folder: Path) -> None:
         told = False

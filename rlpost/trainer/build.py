@@ -43,7 +43,7 @@ from rlpost.trainer.state import CheckpointStore
 from rlpost.trainer.trainer import Trainer
 from rlpost.trainer.update import Updates
 from rlpost.trainer.watch import Watch, watching
-from rlpost.workers.config import TrainRoleConfig
+from rlpost.workers.config import CriticConfig, RefConfig, TrainRoleConfig
 from rlpost.workers.group import WorkerGroup
 from rlpost.workers.model import ModelInfo, inspect, resolve_path
 from rlpost.workers.placement import Placement
@@ -238,15 +238,24 @@ def count_updates(cfg: Config, total_steps: int) -> dict[str, int]:
     }
 
 
+def _other_roles(cfg: Config) -> tuple[RefConfig | None, CriticConfig | None]:
+    """Sections of reference and critic; None where the algorithm needs none."""
+    return cfg.ref if cfg.algo.needs_reference else None, cfg.critic if cfg.algo.needs_critic else None
+
+
+def resolve_other_paths(cfg: Config) -> None:
+    """Make `ref.path` and `critic.path` local folders; may download."""
+    cache = Path(cfg.cache_dir).expanduser()
+    for role, section in zip(("ref", "critic"), _other_roles(cfg), strict=True):
+        if section is not None and section.path is not None:
+            section.path = str(resolve_path(section.path, cache, cfg.seed, f"{role}.path"))
+
+
 def build_workers(
     cfg: Config, facts: Facts, placement: Placement, total_steps: int, stack: AsyncExitStack
 ) -> WorkerGroup:
     """Processes of trainer ranks with the roles that the algorithm needs, for a run of `total_steps`; to be loaded."""
-    cache = Path(cfg.cache_dir).expanduser()
-    ref, critic = cfg.ref if cfg.algo.needs_reference else None, cfg.critic if cfg.algo.needs_critic else None
-    for role, section in (("ref", ref), ("critic", critic)):
-        if section is not None and section.path is not None:
-            section.path = str(resolve_path(section.path, cache, cfg.seed, f"{role}.path"))
+    ref, critic = _other_roles(cfg)
     workers = WorkerGroup.start(
         facts.model,
         cfg.model,
@@ -275,18 +284,21 @@ async def start_processes(
         with _announced(f"engines: {placement.num_replicas} of {cfg.rollout.name}"):
             return await build_pool(cfg, facts, placement, stack)
 
-    async def load_workers() -> WorkerGroup:
+    async def load_workers() -> None:
         with _announced(f"trainer ranks: {placement.num_ranks}"):
-            return await asyncio.to_thread(workers.load)
+            await asyncio.to_thread(workers.load)
 
+    await asyncio.to_thread(resolve_other_paths, cfg)
     workers = build_workers(cfg, facts, placement, total_steps, stack)
     if platform().kind == "cpu":
         pool, _ = await _together(start_pool(), load_workers())
-        return pool, workers
-    pool = await start_pool()
-    if sleep:
-        await pool.sleep()
-    return pool, await load_workers()
+    else:
+        pool = await start_pool()
+        if sleep:
+            await pool.sleep()
+        await load_workers()
+    stack.callback(workers.shutdown)  # before the engines, which may wait for a rank
+    return pool, workers
 
 
 @contextmanager

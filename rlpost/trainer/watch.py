@@ -52,6 +52,7 @@ class Watch:
         set_aside(self._report)
         self._mine = heartbeat.start(self.folder, DRIVER, keep_phases=timeline)
         self._notices = NoticeReader(self.folder)
+        self._notices.attach()
         self._dog = Watchdog(timeouts.by_phase(), self._pulses)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
@@ -68,6 +69,7 @@ class Watch:
         self._closed.set()
         self._thread.join(timeout=2 * LOOK_S)
         self._notices.tell()
+        self._notices.detach()
         heartbeat.start(None, "")
 
     def _pulses(self) -> list[heartbeat.Pulse]:

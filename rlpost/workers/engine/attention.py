@@ -125,11 +125,10 @@ def note_windows(model: nn.Module) -> None:
     Beforehand, because attention is compiled once for all layers as long as it does not ask which one it is in.
     """
     for module in model.modules():
-        config = getattr(module, "config", None)
-        if isinstance(number := getattr(module, "layer_idx", None), int) and config is not None:
-            kinds = getattr(config, "layer_types", None)
-            slides = kinds is None or kinds[number] == "sliding_attention"
-            setattr(module, _WINDOW, getattr(config, "sliding_window", None) if slides else None)
+        config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
+        kinds = getattr(config, "layer_types", None)
+        if kinds is None or (number is not None and kinds[number] == "sliding_attention"):
+            setattr(module, _WINDOW, getattr(config, "sliding_window", None))
 
 
 def _heads_to_ranks(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,12 +35,16 @@ def wanted(setting: str, device: torch.device) -> bool:
 
 
 class _OnLimit(logging.Handler):
-    """Says in our own words when torch.compile has given up on some code, which then runs as it is."""
+    """Says among our own warnings when torch.compile has given up on some code, which then runs as it is."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler.emit`."""
-        if "recompile_limit" in (message := record.getMessage()):
-            logger.warning("training is slower than it could be, parts of it are not compiled: %s", message)
+        """See `logging.Handler.emit`. The first line says what, and the error of a compilation why."""
+        what = record.getMessage().strip()
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            what = f"{what.splitlines()[0]}: {error}"
+        if error is not None or "recompile_limit" in what:
+            logger.warning("training is slower than it could be, parts of it are not compiled: %s", what)
 
 
 _LIMITS = logging.getLogger("torch._dynamo.convert_frame")

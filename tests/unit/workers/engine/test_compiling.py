@@ -2,6 +2,7 @@
 
 import functools
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 def compiles_with(monkeypatch):
     """All of torch.compile but the generation of C++, which takes minutes here; tests/gpu has the whole of it."""
 
-    def choose(backend: str) -> None:
+    def choose(backend: str | Callable) -> None:
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
 
     compiling.compiled.cache_clear()
@@ -83,6 +84,23 @@ def test_what_is_given_up_is_told(tmp_path, compiles_with, monkeypatch, caplog):
     for rows in (range(3), range(3, 6)):
         engine.forward([weighed().select(rows)])
     assert "training is slower than it could be, parts of it are not compiled: " in caplog.text
+
+
+def test_what_does_not_compile_is_told_and_runs_as_it_is(tmp_path, compiles_with, caplog):
+    def backend(graph, inputs):
+        if len(graph.graph.nodes) > 20:  # not the sample by which compilation is tried
+            raise RuntimeError("no such kernel")
+        return graph.forward
+
+    path, rows = write_model(tmp_path), [weighed().select(range(3))]
+    want = make_engine(path, model={"compile": "off"}).forward(rows)
+    compiles_with(backend)
+    engine = make_engine(path, model={"compile": "on"})
+    with torch._dynamo.config.patch(suppress_errors=True):  # as `auto` has it on a GPU
+        got = engine.forward(rows)
+    torch.testing.assert_close(got[0].logprobs, want[0].logprobs)
+    assert "training is slower than it could be, parts of it are not compiled: WON'T CONVERT" in caplog.text
+    assert "no such kernel" in caplog.text
 
 
 @pytest.mark.parametrize("setting", ["off", "on"])
