@@ -46,6 +46,7 @@ def execute(checkpoint):
             patch.setattr(build, "build_pool", same_pool)
             patch.setattr(build, "build_workers", lambda *args: workers)
             patch.setattr(build.WorkerGroup, "load", lambda workers: workers)
+            patch.setattr(build.WorkerGroup, "shutdown", lambda workers: None)
             yield build.execute
         finally:
             runner.run(stack.aclose())
