@@ -118,6 +118,7 @@ class ModelWorker:
         self.engines: dict[str, FSDPEngine] = {}
         self._sender: Sender | None = None
         self._profiler: torch.profiler.profile | None = None
+        self._settled = False
 
     # --- life ---
 
@@ -216,6 +217,9 @@ class ModelWorker:
             if engine.skipped:
                 break
         metrics = merge(parts)
+        if not self._settled:
+            settle()  # what compilation has made stays as well
+            self._settled = True
         named = {name if "/" in name else f"{role}/{name}": metric for name, metric in metrics.items()}
         peak = platform().peak_memory_bytes() / 2**30
         return named | {"perf/max_memory_reserved_gb": Metric(peak, reduce=Reduce.MAX)}
@@ -239,7 +243,8 @@ class ModelWorker:
         """Bring everything that trains back to the device."""
         for role in ("actor", "critic"):
             if role in self.engines:
-                self.engines[role].to("device")
+                cfg = self.setup.role_config(role).fsdp
+                self.engines[role].to("device", params=cfg.param_offload, optimizer=cfg.optimizer_offload)
 
     def _rest_reference(self) -> None:
         if self.setup.ref is not None and self.setup.ref.param_offload:
@@ -247,10 +252,11 @@ class ModelWorker:
 
     @contextmanager
     def _reference_awake(self, name: str):
-        if name == "ref":
+        rests = name == "ref" and self.setup.ref is not None and self.setup.ref.param_offload
+        if rests:
             self.engines["ref"].to("device")
         yield
-        if name == "ref":
+        if rests:
             self._rest_reference()
 
     # --- weights to the rollout ---

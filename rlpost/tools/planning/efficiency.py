@@ -42,7 +42,7 @@ class Efficiency:
     graph_bytes: float = 1.5 * GIB  # captured graphs of an engine
     compiled_kept: float = 0.58  # of what a layer keeps for its backward pass, where it is compiled [engine]
     chunk_bytes: int = CHUNK_BYTES["cuda"]  # of the logprob head's logits at a time
-    prefill_tokens: int = 8192  # of an engine's pass where rollout.max_num_batched_tokens does not say
+    prefill_tokens: int = 16384  # of an engine's pass where rollout.max_num_batched_tokens does not say
     trainer_host_bytes: float = 3.0 * GIB  # of a trainer process
     engine_host_bytes: float = 5.0 * GIB  # of an engine with its processes
     driver_host_bytes: float = 6.0 * GIB  # driver, Ray, workflows, rewards

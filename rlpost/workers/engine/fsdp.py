@@ -278,7 +278,7 @@ class FSDPEngine(TrainEngine):
             return
         target = torch.device("cpu") if device == "cpu" else self.device
         if params:
-            self.model.to(target)
+            self.model.to(target, non_blocking=True)  # so the host copy is in pinned memory
         if optimizer and hasattr(self, "optimizer"):
             optim.move_state(self.optimizer, target)
         platform().synchronize()

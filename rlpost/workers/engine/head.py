@@ -12,6 +12,7 @@ from rlpost.workers.engine.compiling import compiled
 
 # of one chunk's float32 logits; each chunk costs a pass over the weight and its gradient, 2 GiB are 3,500 Qwen tokens
 CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
+COLUMNS = 64  # logits are computed in multiples: matrix kernels for rows that are not aligned are slow (Qwen3: 151,669)
 
 
 def next_tokens(token_ids: Tensor) -> Tensor:
@@ -82,7 +83,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
         normalizers, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
         for part in _chunks(len(rows), chunk):
-            logits = _logits(hidden[rows[part]], weight, bias, vocab_size)
+            logits = _logits(hidden[rows[part]], weight, bias, vocab_size)[:, :vocab_size]
             logprobs[part], normalizers[part], found = statistics(logits, targets[part], temperature, entropy)
             if entropy:
                 entropies[part] = found
@@ -111,21 +112,26 @@ class _TokenLogprobs(torch.autograd.Function):
             logits = _logits(states, weight, bias, vocab_size)
             grad = grad_logits(logits, *of_rows, also, temperature, hidden.dtype)
             grad.scatter_(1, targets[part, None], _grad_target(logprobs[part], *of_rows[1:], also, hidden.dtype))
+            grad[:, vocab_size:] = 0.0
             if grad_hidden is not None:
-                grad_hidden[rows[part]] = grad @ weight[:vocab_size]
+                grad_hidden[rows[part]] = grad @ weight[: grad.shape[1]]
             if grad_weight is not None:
-                grad_weight[:vocab_size] += _product(grad.T, states)
+                grad_weight[: grad.shape[1]] += _product(grad.T, states)
             if grad_bias is not None:
-                grad_bias[:vocab_size] += grad.sum(0)
+                grad_bias[: grad.shape[1]] += grad.sum(0)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None, None
 
 
 def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int) -> Tensor:
-    """float32 `[m, vocab_size]`, before the temperature."""
-    logits = _product(states, weight[:vocab_size].T)
-    return logits if bias is None else logits + bias[:vocab_size]
+    """float32 `[m, P]`, before the temperature: P is `vocab_size`, and up to a multiple of `COLUMNS` where there are rows.
+
+    Ids >= `vocab_size` are for the caller to leave out.
+    """
+    columns = min(weight.shape[0], -(-vocab_size // COLUMNS) * COLUMNS)
+    logits = _product(states, weight[:columns].T)
+    return logits if bias is None else logits + bias[:columns]
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

@@ -80,13 +80,17 @@ class VLLMEngine(ServedEngine):
         require_offered("vllm", _OFFERED)
         from vllm import AsyncEngineArgs
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = engine_arguments(
             self._cfg, self._model, self._max_model_len, {f.name for f in dataclasses.fields(AsyncEngineArgs)}
         )
         with self._processes.starting(self._cfg.startup_timeout_s):
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, seed=self._seed))
+            # as its offline API: by itself an embedded engine prefills 2,048 tokens a pass, an offline one up to 16,384
+            self._llm = AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**arguments, seed=self._seed), usage_context=UsageContext.LLM_CLASS
+            )
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
             if "is_checkpoint_format" in inspect.signature(self._llm.start_weight_update).parameters:  # 0.24
                 in_place = await self._llm.collective_rpc("rlpost_loads_in_place")

@@ -64,6 +64,28 @@ def test_padded_vocabulary_has_no_probability_and_no_gradient():
     assert grad[VOCAB:].abs().max() == 0.0 and grad[:VOCAB].abs().min() > 0.0
 
 
+@pytest.mark.parametrize("embedding", [VOCAB, VOCAB + 1, 64, 100])
+def test_rows_that_no_id_has_do_not_matter_whatever_they_hold(embedding):
+    """Some of them are computed along, so that matrix kernels find aligned rows."""
+    hidden, weight, offset, targets = _inputs(bias=True)
+    padded = torch.full((embedding, HIDDEN), 1e30)
+    padded[:VOCAB] = weight[:VOCAB].detach()
+    beyond = torch.full((embedding,), 1e30)
+    beyond[:VOCAB] = offset[:VOCAB].detach()
+    leaves = [hidden, padded.requires_grad_(), beyond.requires_grad_()]
+    got = token_logprobs(
+        *leaves, torch.arange(NUM_TOKENS), targets, temperature=0.6, vocab_size=VOCAB, entropy=True, chunk_bytes=1000
+    )
+    want = _full_softmax(hidden, weight, offset, targets, 0.6)
+    mine = torch.autograd.grad(got[0].sum() + 0.1 * got[1].sum(), leaves)
+    theirs = torch.autograd.grad(want[0].sum() + 0.1 * want[1].sum(), [hidden, weight, offset])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mine[0], theirs[0], rtol=1e-4, atol=1e-5)
+    for a, b in zip(mine[1:], theirs[1:], strict=True):
+        torch.testing.assert_close(a[:VOCAB], b[:VOCAB], rtol=1e-4, atol=1e-5)
+        assert a[VOCAB:].abs().sum() == 0.0
+
+
 @pytest.mark.parametrize(("scale", "expected"), [(0.0, math.log(VOCAB)), (1e4, 0.0)])
 def test_entropy_of_a_uniform_and_of_a_certain_distribution(scale, expected):
     hidden, weight, _, targets = _inputs(bias=False)
