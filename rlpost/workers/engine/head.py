@@ -125,7 +125,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int) -> Tensor:
-    """float32 `[m, P]`, before the temperature: P is `vocab_size`, and up to a multiple of `COLUMNS` where there are rows.
+    """float32 `[m, P]`, before the temperature: P is `vocab_size`, up to a multiple of `COLUMNS` if rows are left.
 
     Ids >= `vocab_size` are for the caller to leave out.
     """
