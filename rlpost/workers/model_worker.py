@@ -149,7 +149,8 @@ class ModelWorker:
         if setup.has_own_ref:
             assert setup.ref is not None
             self.engines["ref"] = self._engine("ref", setup.ref.path or setup.model.path)
-            self._rest_reference()
+            if self._reference_rests:
+                self.engines["ref"].to("cpu")
         if setup.critic is not None:
             self.engines["critic"] = self._engine("critic", setup.critic.path or setup.model.path)
         settle()
@@ -246,18 +247,19 @@ class ModelWorker:
                 cfg = self.setup.role_config(role).fsdp
                 self.engines[role].to("device", params=cfg.param_offload, optimizer=cfg.optimizer_offload)
 
-    def _rest_reference(self) -> None:
-        if self.setup.ref is not None and self.setup.ref.param_offload:
-            self.engines["ref"].to("cpu")
+    @property
+    def _reference_rests(self) -> bool:
+        """Whether the reference is in host memory while it is not asked."""
+        return self.setup.ref is not None and self.setup.ref.param_offload
 
     @contextmanager
     def _reference_awake(self, name: str):
-        rests = name == "ref" and self.setup.ref is not None and self.setup.ref.param_offload
+        rests = name == "ref" and self._reference_rests
         if rests:
             self.engines["ref"].to("device")
         yield
         if rests:
-            self._rest_reference()
+            self.engines["ref"].to("cpu")
 
     # --- weights to the rollout ---
 
