@@ -63,6 +63,9 @@ def bare_vllm(variant: Variant, args: argparse.Namespace) -> Iterator[Run]:
     from vllm.sampling_params import RequestOutputKind
 
     llm = LLM(**bare_vllm_arguments(variant, info, args))
+    if may_sleep(variant):
+        llm.sleep(1)
+        llm.wake_up()
 
     def run(workload: Workload, variant: Variant, call: int, profiled: bool) -> float:
         requests = workload.requests(call, info.vocab_size)
@@ -93,6 +96,11 @@ def bare_vllm(variant: Variant, args: argparse.Namespace) -> Iterator[Run]:
     yield run
 
 
+def may_sleep(variant: Variant) -> bool:
+    """Whether its engine is one that can sleep."""
+    return "sleep" in variant and platform().kind != "cpu"
+
+
 def bare_vllm_arguments(variant: Variant, info: ModelInfo, args: argparse.Namespace) -> Arguments:
     """As good host settings as vLLM offers, changed as the variant says."""
     on_cpu = platform().kind == "cpu"
@@ -106,11 +114,13 @@ def bare_vllm_arguments(variant: Variant, info: ModelInfo, args: argparse.Namesp
         "max_num_seqs": max_num_seqs,
         "gpu_memory_utilization": args.gpu_memory_utilization,
         "enforce_eager": on_cpu or "eager" in variant,
+        "enable_sleep_mode": may_sleep(variant),
         "generation_config": "vllm",
         "logprobs_mode": "raw_logprobs" if "raw" in variant else "processed_logprobs",
     }
     if "sync" in variant:
         arguments["async_scheduling"] = False
+    arguments |= variant.executor
     if not {"graphs", "eager"} & variant.changes and not on_cpu:
         arguments["cudagraph_capture_sizes"] = graph_batch_sizes(max_num_seqs)
     if "mask" in variant:
@@ -188,11 +198,11 @@ def bare(variant: Variant, args: argparse.Namespace) -> AbstractContextManager[R
 # --- ours ---
 
 
-def rollout_config(variant: Variant, args: argparse.Namespace, sleeps: bool = False) -> RolloutConfig:
+def rollout_config(variant: Variant, args: argparse.Namespace) -> RolloutConfig:
     """The `rollout` section that says what the variant says."""
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = dict(variant.executor)
     if "sync" in variant:
-        extra = {"vllm": {"async_scheduling": False}, "sglang": {"disable_overlap_schedule": True}}[args.engine]
+        extra |= {"vllm": {"async_scheduling": False}, "sglang": {"disable_overlap_schedule": True}}[args.engine]
     return RolloutConfig(
         name=args.engine,
         n=args.n,
@@ -201,7 +211,7 @@ def rollout_config(variant: Variant, args: argparse.Namespace, sleeps: bool = Fa
         num_workers=args.num_workers,
         enforce_eager="eager" in variant,
         gpu_memory_utilization=args.gpu_memory_utilization,
-        free_cache_engine=sleeps,
+        free_cache_engine="sleep" in variant,
         engine_kwargs=extra,
         workflow="benchmarks.rollout_paths.given_lengths",
         seed_requests="on" if "seeds" in variant else "off",
@@ -216,12 +226,10 @@ def spec_of(variant: Variant, info: ModelInfo, max_tokens: int) -> SamplingSpec:
 
 
 @contextmanager
-def started(
-    variant: Variant, args: argparse.Namespace, sleeps: bool = False
-) -> Iterator[tuple[RolloutEngine, ModelInfo, asyncio.Runner]]:
-    """rlpost's engine in this process, its model, and the loop it lives in; `sleeps`: it can give its memory back."""
+def started(variant: Variant, args: argparse.Namespace) -> Iterator[tuple[RolloutEngine, ModelInfo, asyncio.Runner]]:
+    """rlpost's engine in this process, its model, and the loop it lives in."""
     info = look(args)
-    cfg = set_environment(variant, info, rollout_config(variant, args, sleeps))
+    cfg = set_environment(variant, info, rollout_config(variant, args))
     engine = ENGINES.get(args.engine, "--engine")(cfg, info, args.prompt_tokens + args.max_tokens)
     with asyncio.Runner() as runner:
         runner.run(engine.start())
@@ -256,6 +264,9 @@ async def answer(engine: RolloutEngine, info: ModelInfo, workload: Workload, var
 def engine_alone(variant: Variant, args: argparse.Namespace) -> Iterator[Run]:
     """`RolloutEngine.generate` in this process, all requests at once."""
     with started(variant, args) as (engine, info, runner):
+        if may_sleep(variant):
+            runner.run(engine.sleep())
+            runner.run(engine.wake())
         yield lambda workload, variant, call, profiled: runner.run(answer(engine, info, workload, variant, call))
 
 
@@ -319,6 +330,9 @@ def through_pool(variant: Variant, args: argparse.Namespace) -> Iterator[Run]:
     with asyncio.Runner() as runner:
         try:
             runner.run(pool.start())
+            if may_sleep(variant):
+                runner.run(pool.sleep())
+                runner.run(pool.wake())
             yield lambda workload, variant, call, profiled: runner.run(take(workload, variant, call))
         finally:
             runner.run(pool.shutdown())

@@ -18,6 +18,9 @@ REQUEST = {
 }
 START = {
     "sync": "no async scheduling (vLLM) or overlap (SGLang)",
+    "sleep": "an engine that can sleep (free_cache_engine), and has slept once; on a CPU none can",
+    "mp": "vLLM's worker in a process of its own, whatever is the default",
+    "uni": "vLLM's worker in its scheduler's process, whatever is the default",
     "v1": "vLLM's model runner V1, the only one for Qwen2 in 0.24",
     "v2": "vLLM's model runner V2",
     "graphs": "the engine's own choice of graph sizes",
@@ -66,6 +69,13 @@ class Variant:
     def logprobs_every(self) -> int:
         """As `SamplingSpec.logprobs_every`."""
         return 1 if "logprobs" in self else 16 if "logprobs16" in self else 0
+
+    @property
+    def executor(self) -> dict[str, str]:
+        """vLLM's argument that says where its worker runs, if that is changed."""
+        uniproc = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # vLLM takes "uni" for "mp" on a CPU
+        backend = "mp" if "mp" in self else uniproc if "uni" in self else None
+        return {} if backend is None else {"distributed_executor_backend": backend}
 
     def number(self, name: str, default: int) -> int:
         """What a change such as `seqs256` says, or else the default."""

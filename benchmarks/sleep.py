@@ -165,10 +165,10 @@ async def seconds(work: Awaitable[None]) -> float:
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each level, of one start of the engine."""
-    variant, here = parse(args.variant), platform()
+    variant, here = parse(f"{args.variant}+sleep"), platform()
     workload, calls = Workload.of(args, variant), itertools.count()
     free = here.free_memory_bytes()
-    with started(variant, args, sleeps=True) as (engine, info, runner):
+    with started(variant, args) as (engine, info, runner):
         greedy = SamplingSpec(temperature=0.0, max_tokens=args.max_tokens, vocab_size=info.vocab_size, logprobs_every=0)
         compared = workload.prompts(next(calls), info.vocab_size)[:NUM_COMPARED]
         checkpoint = Checkpoint(info.path)
@@ -187,7 +187,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         expected = runner.run(tokens())
         for level in sorted(set(args.level)):
             rounds = runner.run(measurement.rounds(level, expected, args.repeats))
-            yield {"variant": variant.name} | summary(level, rounds)
+            yield {"variant": args.variant} | summary(level, rounds)
 
 
 def parse_args() -> argparse.Namespace:

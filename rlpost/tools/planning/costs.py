@@ -137,6 +137,8 @@ def _decoding(run: Run, engine: Engine) -> tuple[float, float, str]:
     device_sequence += 2.0 * shape.active_parameters / ranks / (constants.matmul * run.device.flops_s)
     asked = constants.logprob_s / run.cfg.logprobs_every
     host_step, host_sequence = constants.host_step_s, constants.host_sequence_s + asked
+    if run.takes_turns:
+        host_sequence += constants.sleeping_sequence_s
     turns = run.engines_per_device  # each has a host process of its own, but waits for the device
     if host_step + batch * host_sequence > turns * (device_step + batch * device_sequence):
         return host_step, host_sequence, "host"

@@ -14,7 +14,8 @@ class Efficiency:
     [engine]: fitted to `python -m benchmarks.train_step` on one H200 with torch 2.11: Qwen3-1.7B's shape in packs of
     16,384 tokens and SmolLM2-135M in packs of 32,768, compiled and not; docs/tools.md has the seconds and bytes. What
     these leave open is set: `matmul`, `head_passes` and `update_s`.
-    [two]: fitted to colocated steps of Qwen3-1.7B on two H200.
+    [two]: fitted to colocated steps of Qwen3-1.7B on two H200. [one]: to those of Qwen3-0.6B and 1.7B on one, with
+    vLLM 0.24 (benchmarks/results/2026-11-30-h200-side-by-side.md).
     """
 
     # time
@@ -30,14 +31,15 @@ class Efficiency:
     update_s: float = 0.02  # of an optimizer update beside its memory traffic
     host_step_s: float = 0.003  # of the engine's host, a decoding step
     host_sequence_s: float = 1.7e-5  # and for each sequence; 20.5 ms at 1,024 measured with vLLM 0.24 and SmolLM2
-    logprob_s: float = 2.4e-5  # for each of them whose logprobs are asked for; 44.8 ms where all are, same measurement
+    sleeping_sequence_s: float = 1e-5  # more for each, of engines that sleep between generations [one]
+    logprob_s: float = 2.4e-5  # for each whose logprobs are asked for; of all 1,024: 44.8 ms a step in place of 20.5
     layer_s: float = 2e-5  # of a layer's kernels in a decoding step, however little they do
     all_reduce_s: float = 1e-5  # of tensor parallelism, two a layer
-    sync_s: float = 0.05  # of a weight sync, and
-    sync_bytes_s: float = 20e9  # by IPC, 0.20 to 0.31 s for 3.44e9 bytes [two]; by NCCL not measured anew
-    move_s: float = 1.3  # of a colocated step: sleep, wake and the caches they empty; measured with an older engine
+    sync_s: float = 0.07  # of a weight sync, and
+    sync_bytes_s: float = 100e9  # by IPC, 0.08 to 0.10 s for 3.44e9 bytes [one]; by NCCL not measured anew
+    move_s: float = 0.4  # of a colocated step: sleep, wake and the caches they empty [one]
     # memory
-    allocator: float = 1.2  # reserved over used, of what comes and goes [engine]
+    allocator: float = 1.24  # reserved over used, of what comes and goes [engine, one]
     context_bytes: float = 1.0 * GIB  # of a process: CUDA or HIP context, communicators, libraries
     graph_bytes: float = 1.5 * GIB  # captured graphs of an engine
     compiled_kept: float = 0.58  # of what a layer keeps for its backward pass, where it is compiled [engine]
