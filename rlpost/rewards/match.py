@@ -20,6 +20,10 @@ _ONE_NUMBER = re.compile(rf"{_SIGN}{_VALUE}(?:{_UNIT})?\.?")
 _FRACTION = re.compile(
     r"(?:(?<!\d)(\d{1,200}) ?)?\\[dt]?frac *(?:\{ *(-?\d{1,200}) *\}|(\d)) *(?:\{ *(\d{1,200}) *\}|(\d))"
 )
+_UNIT_POWER = re.compile(r"(\\(?:text|mbox|mathrm)\{[^{}]*\})\^\{?\d\}?")
+_OPERATION = re.compile(
+    r"\\(?:sqrt|pi|times|cdot|div|pm|mp|log|ln|exp|sin|cos|tan|binom|infty)(?![a-z])|\^(?! *\{? *\\circ)"
+)
 _MAX_DIGITS, _MAX_EXPONENT = 200, 4  # characters; what is longer is no answer, and would be slow to compare
 
 
@@ -49,7 +53,8 @@ def number_match(prompt: Prompt, answers: Sequence[Answer]) -> list[float]:
     """1 where the answer's final number equals the ground truth (`72`, `72.0`, `$72`, `1,072`, `7.2e1`, `1/2`).
 
     The final number is the first after the last `####`; else the last in the last `\\boxed{...}`; else the last of all.
-    `\\frac{1}{2}` is a number too, and `3\\frac{1}{2}` is 7/2. Units and percent signs are ignored.
+    `\\frac{1}{2}` is a number too, and `3\\frac{1}{2}` is 7/2. Units and percent signs are ignored. A box that ends on
+    an expression (`2\\sqrt{3}`, `10^2`) holds no number.
 
     Raises:
         ValueError: the ground truth (after its `####` or in its box, where it has one) is not exactly one number.
@@ -81,10 +86,16 @@ def _final_part(text: str) -> tuple[str, bool]:
     """What follows the last `####` (and True), or stands in the last box, or all; in the plain notation of numbers."""
     _, mark, marked = text.rpartition("####")
     boxed = None if mark else last_boxed(text)
-    part = marked if mark else text if boxed is None else boxed
+    part = marked if mark else text if boxed is None else _without_expression(boxed)
     for latex, plain in (("\N{MINUS SIGN}", "-"), ("{,}", ","), ("\\!", "")):
         part = part.replace(latex, plain)
     return _FRACTION.sub(_plain_fraction, part), bool(mark)
+
+
+def _without_expression(boxed: str) -> str:
+    """Content of a box, unless what it ends on (behind its last `=`) is yet to be computed."""
+    boxed = _UNIT_POWER.sub(r"\1", boxed)
+    return "" if _OPERATION.search(boxed.rpartition("=")[2]) else boxed
 
 
 def _plain_fraction(match: re.Match[str]) -> str:

@@ -7,11 +7,13 @@ from rlpost.trainer.replay import REPLAY
 
 
 def set_earlier_aside(run_dir: Path, rollout_dir: Path | None) -> None:
-    """Rename replay bundles and the rollouts of each step to `*.old`; trackers and checkpoints do so by themselves.
+    """Rename what could pass for the new run's to `*.old`: replay bundles, the rollouts of each step, the exported model,
+    and the pictures. Trackers and checkpoints do so by themselves.
 
     Other files in `rollout_dir`, which may be any folder of the user's, are left alone.
     """
-    set_aside(run_dir / REPLAY)
+    for name in (REPLAY, "hf", "curves.png", "timeline.png"):
+        set_aside(run_dir / name)
     if rollout_dir is not None:
         for path in rollout_dir.glob("*.jsonl"):
             if path.stem.isdigit():

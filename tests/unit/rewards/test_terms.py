@@ -119,6 +119,26 @@ def test_number_match_refuses_a_truth_that_is_not_one_number(truth: Any) -> None
         number_match(prompt(truth), answers("3"))
 
 
+@pytest.mark.parametrize(
+    "box, number",
+    [
+        (r"2\sqrt{3}", None),
+        (r"10^2", None),
+        (r"7.2 \times 10^1", None),
+        (r"x = \sqrt{2}", None),
+        (r"3\pi", None),
+        (r"x^2 = 9", 9),
+        (r"3 \times 4 = 12", 12),
+        (r"90^{\circ}", 90),
+        (r"12\text{ cm}^2", 12),
+        (r"12\mathrm{cm}^{2}", 12),
+        (r"\text{12 cm}", 12),
+    ],
+)
+def test_a_box_that_ends_on_an_expression_holds_no_number(box: str, number: int | None) -> None:
+    assert final_number(f"The answer 4 is \\boxed{{{box}}}.") == number
+
+
 def test_number_match_accepts_every_gsm8k_solution() -> None:
     if not (DATA / "gsm8k").exists():
         pytest.skip(f"no gsm8k in {DATA}; set RLPOST_DATA to its folder")
