@@ -1,11 +1,19 @@
-"""What `build` decides before anything is started."""
+"""What `build` decides before anything is started, and in which order it starts things."""
+
+import asyncio
+import threading
+from contextlib import AsyncExitStack
+from unittest.mock import Mock
 
 import hydra
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from rlpost.config import CONFIG_DIR, register, to_object
+from rlpost.platform import Platform
+from rlpost.trainer import build
 from rlpost.trainer.build import PARITY_LIMIT, build_gate, count_updates, prepare
+from rlpost.workers.placement import Placement
 from tests.e2e import engine_contract as contract
 
 
@@ -62,3 +70,49 @@ def test_sequences_longer_than_the_model_was_built_for_are_refused(tmp_path):
     prepare(compose(*overrides, "data.max_response_length=7"))
     with pytest.raises(ValueError, match="max_response_length = .* built for .*max_position_embeddings"):
         prepare(compose(*overrides, "data.max_response_length=8"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "first_engine_bundle", "sleep", "order"),
+    [
+        ("cuda", 0, False, ["engines begin", "engines end", "ranks"]),
+        ("cuda", 0, True, ["engines begin", "engines end", "sleep", "ranks"]),
+        ("cuda", 1, False, ["engines begin", "ranks", "engines end"]),  # on devices of their own
+        ("cpu", 0, False, ["engines begin", "ranks", "engines end"]),
+    ],
+)
+def test_trainer_waits_for_engines_only_where_they_share_its_devices(
+    monkeypatch, kind, first_engine_bundle, sleep, order
+):
+    happened, ranks_loaded = [], threading.Event()
+    placement = Placement(1, 1, 1, Platform(kind), first_engine_bundle)
+
+    class Pool:
+        async def sleep(self):
+            happened.append("sleep")
+
+    class Workers:
+        shutdown = Mock()
+
+        def load(self):
+            happened.append("ranks")
+            ranks_loaded.set()
+
+    async def build_pool(*_):
+        happened.append("engines begin")
+        if placement.shares_no_device:
+            await asyncio.to_thread(ranks_loaded.wait, 60)
+        happened.append("engines end")
+        return Pool()
+
+    monkeypatch.setattr(build, "build_placement", lambda *_: placement)
+    monkeypatch.setattr(build, "check_fit", Mock())
+    monkeypatch.setattr(build, "build_workers", lambda *_: Workers())
+    monkeypatch.setattr(build, "build_pool", build_pool)
+
+    async def start():
+        async with AsyncExitStack() as stack:
+            await build.start_processes(compose(), Mock(), 1, sleep, stack)
+
+    asyncio.run(start())
+    assert happened == order
