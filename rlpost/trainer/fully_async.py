@@ -168,11 +168,11 @@ class AsyncSource(RolloutSource):
         await self._catch_up()
         return await self._generate(prompts, n, spec)
 
-    async def probe(self, num_sequences: int) -> list[Group]:
+    async def probe(self, num_sequences: int, max_tokens: int | None = None) -> list[Group]:
         """See `RolloutSource.probe`. A sync that was not due comes first."""
         await self._catch_up()
         prompts = self.prompts.peek(-(-num_sequences // self._n))
-        return await self._generate(prompts, self._n, self._spec.with_all_logprobs())
+        return await self._generate(prompts, self._n, self._spec.for_probe(max_tokens))
 
     async def restart_engines(self, cfg: RolloutConfig) -> None:
         """See `RolloutSource.restart_engines`. What runs is cut off, to be run again."""

@@ -130,8 +130,11 @@ class RolloutSource(ABC):
         """Score `n` samples of each prompt under the published weights; touches no training state."""
 
     @abstractmethod
-    async def probe(self, num_sequences: int) -> list[Group]:
-        """Groups of the next prompts, without advancing the stream; for the parity gate. The trainer may infer next."""
+    async def probe(self, num_sequences: int, max_tokens: int | None = None) -> list[Group]:
+        """Groups of the next prompts, without advancing the stream; for the parity gate. The trainer may infer next.
+
+        Their answers are cut at `max_tokens`.
+        """
 
     @abstractmethod
     async def restart_engines(self, cfg: RolloutConfig) -> None:
