@@ -4,6 +4,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from rlpost.metrics import Metric, Metrics, Reduce, mean
@@ -124,6 +125,10 @@ class RolloutSource(ABC):
     @abstractmethod
     async def publish(self, version: int) -> Metrics:
         """Give the actor's present weights to the engines as `version`; the number of publishes so far."""
+
+    def without_push(self) -> AbstractAsyncContextManager[None]:
+        """Inside no weights travel: what occupies the trainer ranks for long would hold the engines in a push."""
+        return nullcontext()
 
     @abstractmethod
     async def evaluate(self, prompts: Sequence[Prompt], n: int, spec: SamplingSpec) -> list[Group]:

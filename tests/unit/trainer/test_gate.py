@@ -1,6 +1,7 @@
 """When the gate has the engines mended, and what the loop does afterwards. Engines and trainers are numbers here."""
 
 import asyncio
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -40,6 +41,9 @@ class World:
 
     def metrics(self):
         return {}
+
+    def without_push(self):
+        return nullcontext()
 
     def state_dict(self):
         return {}
