@@ -7,7 +7,7 @@ from rlpost.trainer.replay import REPLAY
 
 
 def set_earlier_aside(run_dir: Path, rollout_dir: Path | None) -> None:
-    """Rename what could pass for the new run's to `*.old`: replay bundles, rollouts of each step, exported model, pictures.
+    """Rename what could pass for the new run's to `*.old`: replay bundles, rollouts, exported model, pictures.
 
     Trackers and checkpoints do so by themselves.
 
