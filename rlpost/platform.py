@@ -26,6 +26,7 @@ RAY_ENV = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+DRIVER_THREADS = 4
 
 
 @dataclass(slots=True, frozen=True)
@@ -185,3 +186,13 @@ def adopt_visibility() -> Visibility:
     os.environ.update(visibility.env())
     os.environ.pop(ROCR, None)  # the same devices, now by HIP's mask alone
     return visibility
+
+
+def limit_threads() -> None:
+    """Let torch use few threads in this process, the driver, unless `OMP_NUM_THREADS` says how many.
+
+    Its tensors are small, and by itself it would take every core while engines need theirs. Processes that it starts
+    do not inherit the limit.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(DRIVER_THREADS, torch.get_num_threads()))

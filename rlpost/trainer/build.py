@@ -21,7 +21,7 @@ from rlpost.data import PromptStream, load_val_sets
 from rlpost.endings import Preempted, Stalled, described
 from rlpost.files import below
 from rlpost.host import cpu_count, exported
-from rlpost.platform import RAY_ENV, adopt_visibility, platform
+from rlpost.platform import RAY_ENV, adopt_visibility, limit_threads, platform
 from rlpost.rewards.scorer import RewardScorer
 from rlpost.tracking.tracking import Tracking
 from rlpost.trainer.about import about
@@ -127,6 +127,7 @@ def prepare(cfg: Config) -> Facts:
             longer than the model was built for, or this host's devices or its kernels are not fit for the run.
     """
     adopt_visibility()
+    limit_threads()
     ENGINES.get(cfg.rollout.name, "rollout.name")
     require_installed(cfg.rollout.name)
     get_workflow(cfg.rollout.workflow)

@@ -7,8 +7,9 @@ from rlpost.trainer.replay import REPLAY
 
 
 def set_earlier_aside(run_dir: Path, rollout_dir: Path | None) -> None:
-    """Rename what could pass for the new run's to `*.old`: replay bundles, the rollouts of each step, the exported model,
-    and the pictures. Trackers and checkpoints do so by themselves.
+    """Rename what could pass for the new run's to `*.old`: replay bundles, rollouts, exported model, pictures.
+
+    Trackers and checkpoints do so by themselves.
 
     Other files in `rollout_dir`, which may be any folder of the user's, are left alone.
     """

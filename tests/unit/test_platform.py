@@ -3,9 +3,10 @@
 import os
 
 import pytest
+import torch
 
 from rlpost import platform as module
-from rlpost.platform import Platform, adopt_visibility
+from rlpost.platform import Platform, adopt_visibility, limit_threads
 from rlpost.rocm import Gpu
 
 MI300X = [Gpu("gfx942", f"GPU-{i:016x}", 192 << 30) for i in range(4)]
@@ -65,3 +66,27 @@ def test_cuda_and_cpu_hosts_keep_their_environment(host):
 def test_rocm_needs_variables_in_every_process_and_others_do_not():
     assert Platform("rocm", "gfx942", (7, 2)).process_env({})["HSA_ENABLE_IPC_MODE_LEGACY"] == "1"
     assert Platform("cuda").process_env({}) == Platform("cpu").process_env({}) == {}
+
+
+@pytest.fixture
+def threads():
+    """Restores how many torch may use."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("cores", "limit"), [(2, 2), (4, 4), (9, 4)])
+def test_driver_computes_with_few_threads(monkeypatch, threads, cores, limit):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    torch.set_num_threads(cores)
+    limit_threads()
+    assert torch.get_num_threads() == limit
+    assert "OMP_NUM_THREADS" not in os.environ  # of its children
+
+
+def test_driver_computes_with_as_many_threads_as_the_user_says(monkeypatch, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", "9")
+    torch.set_num_threads(9)
+    limit_threads()
+    assert torch.get_num_threads() == 9

@@ -7,10 +7,11 @@ from unittest.mock import Mock
 
 import hydra
 import pytest
+import torch
 from hydra.core.global_hydra import GlobalHydra
 
 from rlpost.config import CONFIG_DIR, register, to_object
-from rlpost.platform import Platform
+from rlpost.platform import DRIVER_THREADS, Platform
 from rlpost.trainer import build
 from rlpost.trainer.build import PARITY_LIMIT, build_gate, count_updates, prepare
 from rlpost.workers.placement import Placement
@@ -70,6 +71,17 @@ def test_sequences_longer_than_the_model_was_built_for_are_refused(tmp_path):
     prepare(compose(*overrides, "data.max_response_length=7"))
     with pytest.raises(ValueError, match="max_response_length = .* built for .*max_position_embeddings"):
         prepare(compose(*overrides, "data.max_response_length=8"))
+
+
+def test_commands_limit_the_threads_of_their_own_process(tmp_path, monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    torch.set_num_threads(9)
+    try:
+        prepare(compose("model=hf", f"model.path={contract.make_checkpoint(tmp_path, tied=True).path}"))
+        assert torch.get_num_threads() == DRIVER_THREADS
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
