@@ -213,10 +213,6 @@ def _memory() -> dict[str, float]:
     }
 
 
-def _device() -> str:
-    return str(platform().device(int(os.environ.get("LOCAL_RANK", "0"))))
-
-
 def _connect() -> None:
     """The process group: torchrun's, or this process alone."""
     platform().set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -53,6 +53,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.rollout.dtype == "auto":
             self.rollout.dtype = self.actor.dtype
+        if isinstance(self.trainer, AsyncTrainerConfig):
+            self.rollout.free_cache_engine = False  # none sleeps, and those that could decode more slowly
         if broken := list(cross.problems(self)):
             refuse("\n".join(broken))
 

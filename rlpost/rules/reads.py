@@ -199,6 +199,13 @@ READERS: tuple[Reader, ...] = (
         fix="set trainer=colocated rollout.free_cache_engine=true",
     ),
     _reader(
+        "rollout.free_cache_engine",
+        by="engines that take turns with the trainer",
+        when=lambda cfg: not _is_async(cfg),
+        decided_by="trainer.name",
+        fix="set trainer=colocated",
+    ),
+    _reader(
         "ref.*",
         by="a reference policy",
         when=lambda cfg: cfg.algo.needs_reference,

@@ -276,8 +276,9 @@ def build_workers(
 async def start_processes(
     cfg: Config, facts: Facts, total_steps: int, sleep: bool, stack: AsyncExitStack
 ) -> tuple[RolloutPool, WorkerGroup]:
-    """Engines and trainer ranks. With accelerators these load one after the other: an engine measures how much memory
-    it may take, and must not see the trainer take and free some meanwhile. With `sleep` it is asleep at the end."""
+    """Engines and trainer ranks. On shared accelerators these load one after the other: an engine measures how much
+    memory it may take, and must not see the trainer take and free some meanwhile. With `sleep` it is asleep at the end.
+    """
     placement = build_placement(cfg, stack)
     check_fit(cfg, facts.model, placement, sleep)
 
@@ -291,7 +292,7 @@ async def start_processes(
 
     await asyncio.to_thread(resolve_other_paths, cfg)
     workers = build_workers(cfg, facts, placement, total_steps, stack)
-    if platform().kind == "cpu":
+    if placement.shares_no_device:
         pool, _ = await _together(start_pool(), load_workers())
     else:
         pool = await start_pool()

@@ -125,12 +125,12 @@ class ColocatedSource(RolloutSource):
         """See `RolloutSource.evaluate`."""
         return await self._generate(prompts, n, spec)
 
-    async def probe(self, num_sequences: int) -> list[Group]:
+    async def probe(self, num_sequences: int, max_tokens: int | None = None) -> list[Group]:
         """See `RolloutSource.probe`."""
         cursor = self._stream.state_dict()
         prompts = self._stream.next(math.ceil(num_sequences / self._n))
         self._stream.load_state_dict(cursor)
-        groups = await self._generate(prompts, self._n, self._spec.with_all_logprobs())
+        groups = await self._generate(prompts, self._n, self._spec.for_probe(max_tokens))
         await self._hand_memory_to_trainer()  # which is to compute the same tokens' logprobs
         return groups
 

@@ -45,5 +45,5 @@ def check_fit(cfg: Config, model: ModelInfo, placement: Placement, sleep: bool) 
             frozen_bytes=frozen,
             num_shards=placement.num_ranks if cfg.actor.fsdp.fsdp_size == -1 else cfg.actor.fsdp.fsdp_size,
         ),
-        takes_turns=sleep or placement.first_engine_bundle > 0,  # or each has devices of its own
+        takes_turns=sleep or placement.shares_no_device,
     )

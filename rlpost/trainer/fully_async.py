@@ -5,7 +5,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,7 @@ class AsyncSource(RolloutSource):
         self._offered: int | None = None  # version of the trainer's weights
         self._pushed: int | None = None  # version of the engines' weights; None: the checkpoint's
         self._push: asyncio.Task[None] | None = None  # the last one; it may have ended
+        self._pushing = asyncio.Lock()  # from the engines' halt until they go on
         self._rebuilding: asyncio.Task[None] | None = None  # the same
         self._newcomers = False  # engines that were started anew wait for weights
         self._stranded = asyncio.Event()  # no engine is there
@@ -163,16 +165,23 @@ class AsyncSource(RolloutSource):
             self._push = asyncio.create_task(self._push_weights(version))
         return {}
 
+    @asynccontextmanager
+    async def without_push(self) -> AsyncIterator[None]:
+        """See `RolloutSource.without_push`. A push that has begun ends first; one that waits for groups waits on."""
+        await asyncio.sleep(0)  # for one that `publish` has made this moment
+        async with self._pushing:
+            yield
+
     async def evaluate(self, prompts: Sequence[Prompt], n: int, spec: SamplingSpec) -> list[Group]:
         """See `RolloutSource.evaluate`. Training's own groups go on beside it; a sync that was not due comes first."""
         await self._catch_up()
         return await self._generate(prompts, n, spec)
 
-    async def probe(self, num_sequences: int) -> list[Group]:
+    async def probe(self, num_sequences: int, max_tokens: int | None = None) -> list[Group]:
         """See `RolloutSource.probe`. A sync that was not due comes first."""
         await self._catch_up()
         prompts = self.prompts.peek(-(-num_sequences // self._n))
-        return await self._generate(prompts, self._n, self._spec.with_all_logprobs())
+        return await self._generate(prompts, self._n, self._spec.for_probe(max_tokens))
 
     async def restart_engines(self, cfg: RolloutConfig) -> None:
         """See `RolloutSource.restart_engines`. What runs is cut off, to be run again."""
@@ -318,9 +327,10 @@ class AsyncSource(RolloutSource):
         self._note_state()
         if not self._partial_rollout and version != self._pushed:
             await either(asyncio.gather(*self._running, return_exceptions=True), self._stranded.wait())
-        await self._pool.pause(keep=True)  # also what was cut off and may still run somewhere
-        self._reports.append(await self._push_to_engines(version))
-        await self._pool.resume()
+        async with self._pushing:
+            await self._pool.pause(keep=True)  # also what was cut off and may still run somewhere
+            self._reports.append(await self._push_to_engines(version))
+            await self._pool.resume()
         self._pushed = version
         cut_off = self.buffer.publish(version)
         for task, slot in list(self._running.items()):

@@ -12,6 +12,8 @@ from rlpost.trainer.repair import RepairError
 from rlpost.trainer.source import RolloutSource
 from rlpost.workers.group import WorkerGroup
 
+PASSING_TOKENS = 128  # of an answer in a probe between two steps: the trainer waits for it
+
 Repair = Callable[[Callable[[], Awaitable[bool]]], Awaitable[bool]]  # see `rlpost.trainer.repair.AiterRepair`
 
 
@@ -52,10 +54,10 @@ class ParityGate:
                 raise
             return await self.check(await self.sample(source), version)
 
-    async def sample(self, source: RolloutSource) -> Batch:
-        """A few fresh sequences of `source`, with the engine's logprobs and the trainer's."""
+    async def sample(self, source: RolloutSource, max_tokens: int | None = None) -> Batch:
+        """A few fresh sequences of `source`, with the engine's logprobs and the trainer's; cut at `max_tokens`."""
         self._source = source
-        batch = collate(await source.probe(self._probe_size), self._n)
+        batch = collate(await source.probe(self._probe_size, max_tokens), self._n)
         batch.update(await self._workers.infer("old_logprobs", batch))
         return batch
 
@@ -74,7 +76,7 @@ class ParityGate:
         parity = compare(batch, version)
         self._steps_blind = 0 if parity.num_tokens else self._steps_blind + 1
         if self._steps_blind >= self._probe_freq and self._source is not None:  # async: none was sampled by `version`
-            batch = await self.sample(self._source)
+            batch = await self.sample(self._source, PASSING_TOKENS)
             parity = compare(batch, version)
             self._steps_blind = 0
         if not parity.mean <= self.limit:  # also where it is not a number

@@ -38,7 +38,8 @@ class RunState:
 
         async def write(folder: Path) -> dict[str, str]:
             self._ledger.copy(folder / LEDGER)
-            return dict(ChainMap(*await self._workers.call_async("save", folder)))
+            async with self._source.without_push():
+                return dict(ChainMap(*await self._workers.call_async("save", folder)))
 
         with heartbeat.phase("save", step=step):
             await self._checkpoints.save(step, state, write)

@@ -4,6 +4,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from rlpost.metrics import Metric, Metrics, Reduce, mean
@@ -125,13 +126,20 @@ class RolloutSource(ABC):
     async def publish(self, version: int) -> Metrics:
         """Give the actor's present weights to the engines as `version`; the number of publishes so far."""
 
+    def without_push(self) -> AbstractAsyncContextManager[None]:
+        """Inside no weights travel: what occupies the trainer ranks for long would hold the engines in a push."""
+        return nullcontext()
+
     @abstractmethod
     async def evaluate(self, prompts: Sequence[Prompt], n: int, spec: SamplingSpec) -> list[Group]:
         """Score `n` samples of each prompt under the published weights; touches no training state."""
 
     @abstractmethod
-    async def probe(self, num_sequences: int) -> list[Group]:
-        """Groups of the next prompts, without advancing the stream; for the parity gate. The trainer may infer next."""
+    async def probe(self, num_sequences: int, max_tokens: int | None = None) -> list[Group]:
+        """Groups of the next prompts, without advancing the stream; for the parity gate. The trainer may infer next.
+
+        Their answers are cut at `max_tokens`.
+        """
 
     @abstractmethod
     async def restart_engines(self, cfg: RolloutConfig) -> None:

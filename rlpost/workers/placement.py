@@ -204,6 +204,11 @@ class Placement:
             remove_placement_group(self.group)
 
     @property
+    def shares_no_device(self) -> bool:
+        """Whether no device holds both a trainer rank and an engine."""
+        return self.platform.kind == "cpu" or self.first_engine_bundle > 0
+
+    @property
     def replicas_apart(self) -> int:
         """Replicas that share no device: those with consecutive numbers, so many of them."""
         if self.num_engine_bundles is None:

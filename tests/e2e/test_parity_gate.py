@@ -41,7 +41,7 @@ class Source:
     async def publish(self, version):
         await self.sync.push(version)
 
-    async def probe(self, num_sequences):
+    async def probe(self, num_sequences, max_tokens=None):
         ids = np.random.default_rng(0).integers(3, 30, (num_sequences // N, 6))
         prompts = [Prompt(id=f"p{i}", index=i, token_ids=row, text="", data_source="d") for i, row in enumerate(ids)]
         return await self.pool.run(prompts, N, self.spec)

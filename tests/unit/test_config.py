@@ -45,6 +45,12 @@ def test_rollout_computes_in_the_actors_dtype_unless_told_otherwise():
     assert compose("rollout.dtype=float16").actor.dtype == "auto"
 
 
+def test_engines_that_never_sleep_are_not_built_to():
+    assert compose().rollout.free_cache_engine
+    assert not compose("trainer=fully_async").rollout.free_cache_engine
+    assert not compose("trainer=fully_async", "trainer.share_gpus=true").rollout.free_cache_engine
+
+
 def test_a_model_brings_its_learning_rate_and_another_does_not_inherit_it():
     assert compose("model=hf", "model.path=m").actor.optim.lr == 1e-6
     assert compose().actor.optim.lr > 1e-6

@@ -36,9 +36,10 @@ class SamplingSpec:
     stop_token_ids: tuple[int, ...] = ()
     logprobs_every: int = 1
 
-    def with_all_logprobs(self) -> "SamplingSpec":
-        """The same, with logprobs for every group."""
-        return replace(self, logprobs_every=1)
+    def for_probe(self, max_tokens: int | None) -> "SamplingSpec":
+        """The same, with logprobs for every group, of answers that are cut at `max_tokens`."""
+        shorter = self.max_tokens if max_tokens is None else min(max_tokens, self.max_tokens)
+        return replace(self, logprobs_every=1, max_tokens=shorter)
 
     def for_group(self, group_id: str) -> "SamplingSpec":
         """As it is for one group: with logprobs or without, which depends on nothing but the group's id."""

@@ -5,6 +5,7 @@ Whoever holds its handle imports this module: it loads no engine, and no torch, 
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rlpost import heartbeat
@@ -22,7 +23,6 @@ PHASES = {
     "begin_update": "publish",
     "load_bucket": "publish",
     "finish_update": "publish",
-    "pause": "pause",
     "sleep": "memory",
     "wake": "memory",
 }
@@ -35,6 +35,7 @@ class RolloutWorker:
     def __init__(self, cfg: RolloutConfig, model: "ModelInfo", max_model_len: int, seed: int = 0):
         heartbeat.start(exported().get(heartbeat.VARIABLE), heartbeat.numberless("engine"))
         self._timeout_s = cfg.request_timeout_s
+        self._halt = ExitStack()  # the phase from `pause` to `resume`, in which that of requests goes on
         self._engine = ENGINES.get(cfg.name, "rollout.name")(cfg, model, max_model_len, seed)
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[list[Answered]]:
@@ -61,10 +62,15 @@ class RolloutWorker:
 
     async def call(self, method: str, *args: Any) -> Any:
         """Any other method of the engine."""
-        with heartbeat.phase(PHASES.get(method, ""), method):
+        if method == "pause":
+            self._halt.close()
+            self._halt.enter_context(heartbeat.phase("pause", "until resume"))
+        with nullcontext() if method == "pause" else heartbeat.phase(PHASES.get(method, ""), method):
             result = await getattr(self._engine, method)(*args)
         if method == "start":
             settle()
+        if method == "resume":
+            self._halt.close()
         return result
 
     async def processes(self) -> Processes:

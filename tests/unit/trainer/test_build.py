@@ -1,4 +1,9 @@
-"""What `build` decides before anything is started."""
+"""What `build` decides before anything is started, and in which order it starts things."""
+
+import asyncio
+import threading
+from contextlib import AsyncExitStack
+from unittest.mock import Mock
 
 import hydra
 import pytest
@@ -6,8 +11,10 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 
 from rlpost.config import CONFIG_DIR, register, to_object
-from rlpost.platform import DRIVER_THREADS
+from rlpost.platform import DRIVER_THREADS, Platform
+from rlpost.trainer import build
 from rlpost.trainer.build import PARITY_LIMIT, build_gate, count_updates, prepare
+from rlpost.workers.placement import Placement
 from tests.e2e import engine_contract as contract
 
 
@@ -75,3 +82,49 @@ def test_commands_limit_the_threads_of_their_own_process(tmp_path, monkeypatch):
         assert torch.get_num_threads() == DRIVER_THREADS
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "first_engine_bundle", "sleep", "order"),
+    [
+        ("cuda", 0, False, ["engines begin", "engines end", "ranks"]),
+        ("cuda", 0, True, ["engines begin", "engines end", "sleep", "ranks"]),
+        ("cuda", 1, False, ["engines begin", "ranks", "engines end"]),  # on devices of their own
+        ("cpu", 0, False, ["engines begin", "ranks", "engines end"]),
+    ],
+)
+def test_trainer_waits_for_engines_only_where_they_share_its_devices(
+    monkeypatch, kind, first_engine_bundle, sleep, order
+):
+    happened, ranks_loaded = [], threading.Event()
+    placement = Placement(1, 1, 1, Platform(kind), first_engine_bundle)
+
+    class Pool:
+        async def sleep(self):
+            happened.append("sleep")
+
+    class Workers:
+        shutdown = Mock()
+
+        def load(self):
+            happened.append("ranks")
+            ranks_loaded.set()
+
+    async def build_pool(*_):
+        happened.append("engines begin")
+        if placement.shares_no_device:
+            await asyncio.to_thread(ranks_loaded.wait, 60)
+        happened.append("engines end")
+        return Pool()
+
+    monkeypatch.setattr(build, "build_placement", lambda *_: placement)
+    monkeypatch.setattr(build, "check_fit", Mock())
+    monkeypatch.setattr(build, "build_workers", lambda *_: Workers())
+    monkeypatch.setattr(build, "build_pool", build_pool)
+
+    async def start():
+        async with AsyncExitStack() as stack:
+            await build.start_processes(compose(), Mock(), 1, sleep, stack)
+
+    asyncio.run(start())
+    assert happened == order

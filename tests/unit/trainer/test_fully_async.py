@@ -159,6 +159,30 @@ def test_validation_and_probes_see_the_trainers_weights_also_between_syncs():
     run(main, sync_every=3)
 
 
+def test_a_push_ends_before_the_trainer_ranks_are_occupied():
+    async def main(source, pool):
+        await source.take(G)
+        await source.publish(1)
+        async with source.without_push():
+            assert pool.events == ["pause", "push 1", "resume"]
+
+    run(main)
+
+
+def test_a_push_that_waits_for_running_groups_leaves_the_trainer_ranks_until_they_are_free():
+    async def main(source, pool):
+        await source.take(G)
+        await source.publish(1)
+        async with source.without_push():
+            assert pool.sampling and not pool.events
+            await asyncio.sleep(100.0)
+            assert not pool.sampling and not pool.events
+        await source._synced()
+        assert pool.events == ["pause", "push 1", "resume"]
+
+    run(main, {"length": lambda i: 9 if i == 5 else 1}, partial_rollout=False, staleness_threshold=1.0)
+
+
 def test_a_shorter_sync_interval_takes_effect_at_the_next_step():
     async def main(source, pool):
         await train(source, 2)

@@ -1,15 +1,16 @@
 """When the gate has the engines mended, and what the loop does afterwards. Engines and trainers are numbers here."""
 
 import asyncio
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import AlgoConfig
-from rlpost.batch import Batch
+from rlpost.batch import Batch, collate
 from rlpost.trainer.config import TrainerConfig
-from rlpost.trainer.gate import ParityGate
+from rlpost.trainer.gate import PASSING_TOKENS, ParityGate
 from rlpost.trainer.parity import ParityError
 from rlpost.trainer.repair import RepairError
 from tests.unit.trainer.rollouts import group, prompt
@@ -23,8 +24,8 @@ class World:
         self.error, self.right_temperature = error, right_temperature
         self.calls = []
 
-    async def probe(self, num_sequences):
-        self.calls.append("probe")
+    async def probe(self, num_sequences, max_tokens=None):
+        self.calls.append("probe" if max_tokens is None else f"probe of {max_tokens} tokens")
         return [group(prompt(0), [1.0, 0.0])]
 
     async def take(self, n):
@@ -40,6 +41,9 @@ class World:
 
     def metrics(self):
         return {}
+
+    def without_push(self):
+        return nullcontext()
 
     def state_dict(self):
         return {}
@@ -78,6 +82,23 @@ def test_probe_goes_on_with_mended_engines_after_publishing_again():
     assert metrics["train_rollout_logprob_abs_diff/mean"].value == 0.0
     after = world.calls[world.calls.index("mend") :]
     assert after == ["mend", "publish 0", "probe", "probe"]
+
+
+def test_steps_without_tokens_of_the_trainers_version_are_followed_by_a_short_probe():
+    world = World(error=0.0)
+    gate = ParityGate(world, limit=1e-3, probe_size=2, n=2, temperature=1.0, probe_freq=3)
+    stale = collate([group(prompt(0), [1.0, 0.0])], 2)  # version 0 sampled it
+    own = collate([group(prompt(0), [1.0, 0.0], versions=7)], 2)
+
+    async def body():
+        await gate.probe(world, 0)
+        for version, batch in ((5, stale), (6, stale), (7, own), (8, stale), (9, stale)):
+            await gate.check(batch, version)
+        assert world.calls == ["probe"]
+        await gate.check(stale, 10)
+        assert world.calls == ["probe", f"probe of {PASSING_TOKENS} tokens"]
+
+    asyncio.run(body())
 
 
 def test_engines_that_cannot_be_mended_stop_the_run_with_the_first_error():

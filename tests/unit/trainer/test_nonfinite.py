@@ -1,6 +1,7 @@
 """Numbers that are not finite, planted in each column and in what training reports: named, then stopped or skipped."""
 
 import asyncio
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -129,6 +130,9 @@ class World:
 
     def metrics(self):
         return {}
+
+    def without_push(self):
+        return nullcontext()
 
     def state_dict(self):
         return {}

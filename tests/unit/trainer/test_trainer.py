@@ -1,6 +1,7 @@
 """What one step of the loop reports, with everything around the loop played by hand."""
 
 import asyncio
+from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 import torch
@@ -29,6 +30,9 @@ class Source:
 
     def metrics(self):
         return rollout_metrics([KEPT, DROPPED])
+
+    def without_push(self):
+        return nullcontext()
 
     def state_dict(self):
         return {}
@@ -94,6 +98,34 @@ def one_step(tmp_path):
         return reporter.steps[1]
 
     return run
+
+
+def test_checkpoint_is_written_while_no_weights_travel(tmp_path):
+    happened = []
+
+    class Calm(Source):
+        @asynccontextmanager
+        async def without_push(self):
+            happened.append("no push")
+            yield
+            happened.append("pushes")
+
+    class Saving(Workers):
+        async def call_async(self, method, *args):
+            happened.append(method)
+            return [{}]
+
+    trainer = make_trainer(
+        TrainerConfig(resume="never", export_hf=False),
+        Algorithm(AlgoConfig(), updates_per_step=1, max_response_length=8),
+        tmp_path,
+        source=Calm(),
+        workers=Saving({"actor": {}}),
+        gate=Gate(),
+        reporter=Reporter(tmp_path),
+    )
+    asyncio.run(trainer.fit())
+    assert happened == ["no push", "save", "pushes"]
 
 
 @pytest.mark.parametrize("larger", ["critic", "actor"])  # the critic is trained first

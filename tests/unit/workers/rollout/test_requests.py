@@ -49,6 +49,17 @@ class Engine:
         return request
 
 
+class SlowestFirst(Engine):
+    """What began last is the first to end when it is aborted."""
+
+    async def submit(self, token_ids, spec, seed, request_id, n):
+        number = len(self.submitted)
+        completions = await super().submit(token_ids, spec, seed, request_id, n)
+        for _ in range(max(0, 9 - number)):
+            await asyncio.sleep(0)
+        return completions
+
+
 async def turns() -> None:
     """Let every task run until it can do no more."""
     for _ in range(20):
@@ -100,6 +111,42 @@ def test_abort_reaches_the_continuations_of_a_request_and_no_other():
         assert (await mine)[0].status is Status.ABORT
         engine.allowed = 6
         assert (await other)[0].status is Status.LENGTH
+
+    run(body)
+
+
+def test_requests_go_on_in_the_order_in_which_they_came():
+    async def body():
+        engine = SlowestFirst()
+        requests = [await engine.start(name, n=2) for name in "dcba"]
+        for _ in range(2):  # the second time each is two requests already
+            await engine.requests.pause(keep=True)
+            requests.append(await engine.start("new"))
+            engine.submitted.clear()
+            engine.requests.resume()
+            await turns()
+        names = [request_id.partition("/")[0] for request_id, *_ in engine.submitted]
+        assert names == [*"ddccbbaa", "new", "new"]
+        engine.allowed = 6
+        assert all(c.status is Status.LENGTH for completions in await asyncio.gather(*requests) for c in completions)
+
+    run(body)
+
+
+def test_pause_that_overtakes_those_let_in_holds_them_back():
+    async def body():
+        engine = Engine()
+        await engine.requests.pause(keep=True)
+        request = await engine.start()
+        engine.requests.resume()
+        await engine.requests.pause(keep=True)
+        engine.requests.begin_update(1)
+        await turns()
+        assert not engine.submitted
+        engine.requests.end_update()
+        engine.requests.resume()
+        engine.allowed = 6
+        assert (await request)[0].status is Status.LENGTH
 
     run(body)
 

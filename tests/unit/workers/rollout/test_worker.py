@@ -6,12 +6,14 @@ import dataclasses
 import numpy as np
 import pytest
 
+from rlpost import heartbeat
 from rlpost.rewards.config import RewardConfig, RewardTermConfig
 from rlpost.trajectory import Prompt, Status
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import portable_tokenizer
-from rlpost.workers.rollout.base import Completion, EngineLost, SamplingSpec
+from rlpost.workers.rollout.base import ENGINES, Completion, EngineLost, SamplingSpec
 from rlpost.workers.rollout.router import MAX_RESENDS, Request, Router
+from rlpost.workers.rollout.worker import RolloutWorker
 from rlpost.workers.rollout.workflow import WORKFLOWS, trajectory
 from rlpost.workers.rollout.workflow_worker import WorkflowWorker
 from tests.e2e import engine_contract as contract
@@ -308,3 +310,33 @@ def test_answer_without_a_token_is_an_error_and_no_0(info, on_error, kinds):
     assert all(
         group[1].status is Status.REWARD_ERROR and "without a sampled token" in group[1].error for group in groups
     )
+
+
+def test_engine_is_in_pause_until_it_goes_on_and_in_publish_within(monkeypatch):
+    seen = []
+
+    class Held:
+        def __getattr__(self, method):
+            async def call():
+                seen.append((method, heartbeat.current().pulse().phase))
+
+            return call
+
+    monkeypatch.setattr(ENGINES, "get", lambda *_: lambda *_: Held())
+
+    async def body():
+        worker = RolloutWorker(RolloutConfig(), None, 8)
+        for method in ("ping", "pause", "begin_update", "finish_update", "pause", "resume", "ping"):
+            await worker.call(method)
+            seen.append(heartbeat.current().pulse().phase)
+
+    asyncio.run(body())
+    assert seen == [
+        *(("ping", ""), ""),
+        *(("pause", "pause"), "pause"),
+        *(("begin_update", "publish"), "pause"),
+        *(("finish_update", "publish"), "pause"),
+        *(("pause", "pause"), "pause"),
+        *(("resume", ""), ""),
+        *(("ping", ""), ""),
+    ]
