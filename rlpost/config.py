@@ -54,7 +54,7 @@ class Config:
         if self.rollout.dtype == "auto":
             self.rollout.dtype = self.actor.dtype
         if isinstance(self.trainer, AsyncTrainerConfig):
-            self.rollout.free_cache_engine = False  # none sleeps, and those that could decode more slowly
+            self.rollout.free_cache_engine = False  # none sleeps there
         if broken := list(cross.problems(self)):
             refuse("\n".join(broken))
 
