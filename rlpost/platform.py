@@ -24,8 +24,9 @@ RAY_ENV = {
     "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
 }
+# What Ray reads as it starts: it would report to its makers, and let all other processes go before ours (niceness 15).
+RAY_START_ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 DRIVER_THREADS = 4
 
 

@@ -85,7 +85,7 @@ def fitted(args: argparse.Namespace) -> str:
         args.save.write_text(json.dumps(found.values, indent=1) + "\n")
     if args.json:
         return json.dumps({"scenario": found.values, "errors": found.errors, "notes": found.notes}, indent=1)
-    lines = ["| key | value |", "|---|---|", *(f"| {key} | {value:.4g} |" for key, value in found.values.items())]
+    lines = ["| key | value |", "|---|---|", *(f"| {key} | {_short(value)} |" for key, value in found.values.items())]
     lines += ["", "| phase | mean error of the fit |", "|---|---|"]
     lines += [f"| {phase} | {error:.1%} |" for phase, error in found.errors.items()]
     lines += [f"\nmeasured step: {found.measured_step_s:.4g} s", *(f"note: {note}" for note in found.notes)]
@@ -94,6 +94,10 @@ def fitted(args: argparse.Namespace) -> str:
 
 def _off(predicted: float, measured: float) -> str:
     return f"{predicted / measured - 1:+.0%}" if measured else ""
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if type(value) in (int, float) else str(value)
 
 
 if __name__ == "__main__":

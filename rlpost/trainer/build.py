@@ -20,8 +20,8 @@ from rlpost.config import Config
 from rlpost.data import PromptStream, load_val_sets
 from rlpost.endings import Preempted, Stalled, described
 from rlpost.files import below
-from rlpost.host import cpu_count, exported
-from rlpost.platform import RAY_ENV, adopt_visibility, limit_threads, platform
+from rlpost.host import cpu_count, exported, exported_while
+from rlpost.platform import RAY_ENV, RAY_START_ENV, adopt_visibility, limit_threads, platform
 from rlpost.rewards.scorer import RewardScorer
 from rlpost.tracking.tracking import Tracking
 from rlpost.trainer.about import about
@@ -179,8 +179,10 @@ def start_ray(cfg: ClusterConfig) -> Callable[[], None]:
         arguments["address"] = cfg.address
     on_terminate = signal.getsignal(signal.SIGTERM)
     before = children()
+    at_start = {name: exported().get(name, value) for name, value in RAY_START_ENV.items()}
     try:
-        ray.init(**(arguments | cfg.ray_init_kwargs))
+        with exported_while(**at_start):
+            ray.init(**(arguments | cfg.ray_init_kwargs))
     except SystemExit:  # its answer to SIGTERM, whose handler it has replaced; half of its processes run by then
         end(children() - before)
         raise Preempted("SIGTERM while Ray started: nothing is lost") from None

@@ -31,7 +31,7 @@ class Efficiency:
     update_s: float = 0.02  # of an optimizer update beside its memory traffic
     host_step_s: float = 0.003  # of the engine's host, a decoding step
     host_sequence_s: float = 1.7e-5  # and for each sequence; 20.5 ms at 1,024 measured with vLLM 0.24 and SmolLM2
-    sleeping_sequence_s: float = 1e-5  # more for each in runs whose engines sleep; why is not measured [one]
+    sleeping_sequence_s: float = 1e-5  # more in runs whose engines sleep, which had others beside them [one]
     logprob_s: float = 2.4e-5  # for each whose logprobs are asked for; of all 1,024: 44.8 ms a step in place of 20.5
     layer_s: float = 2e-5  # of a layer's kernels in a decoding step, however little they do
     all_reduce_s: float = 1e-5  # of tensor parallelism, two a layer

@@ -13,9 +13,11 @@ from omegaconf import OmegaConf
 
 from rlpost.tools.simulation.lengths import Z99, solve_mu
 from rlpost.tracking.jsonl import read_jsonl
+from rlpost.trainer.config import AsyncTrainerConfig
 
 SKIPPED = 2  # first steps of a run: kernels are compiled, caches filled
 TOLERANCE = 0.002  # of the norm of what is fitted: a better fit than this is no reason for one more cost
+SCHEDULE = ("trigger_parameter_sync_step", "staleness_threshold", "max_staleness", "on_stale", "partial_rollout")
 MEDIAN_OF_LARGEST = 0.69  # of N draws: the median of the largest is the quantile 1 - 0.69 / N
 
 
@@ -66,7 +68,7 @@ class Calibration:
 
 
 def calibrate(runs: Sequence[Path], known: Mapping[str, Any]) -> Calibration:
-    """Fit the costs to all steps of `runs`; the workload is that of the last one.
+    """Fit the costs to all steps of `runs`; the workload is the last one's, to be run as by trainer=fully_async.
 
     A decoding replica takes decode_step_s a step, decode_sequence_s a sampled token and prefill_token_s a prompt token;
     runs of one shape cannot tell these apart, which becomes a note: add a run with another batch or n.
@@ -101,7 +103,8 @@ def calibrate(runs: Sequence[Path], known: Mapping[str, Any]) -> Calibration:
     else:
         values["weight_bytes"] = 0.0
     values["move_s"] = max(0.0, float(np.mean([s.publish_s - s.sync_s for s in steps])))
-    values |= _workload(last)
+    asynchronous = AsyncTrainerConfig()
+    values |= _workload(last) | {"steps_per_batch": 1} | {key: getattr(asynchronous, key) for key in SCHEDULE}
     return Calibration(
         values=values | dict(known),
         errors=errors,

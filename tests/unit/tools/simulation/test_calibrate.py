@@ -11,6 +11,7 @@ from rlpost.tools.simulation.calibrate import SKIPPED, alike, calibrate, nonnega
 from rlpost.tools.simulation.lengths import solve_mu
 from rlpost.tools.simulation.runs import simulate_colocated
 from rlpost.tools.simulation.scenario import Scenario
+from rlpost.trainer.config import AsyncTrainerConfig
 
 TRUE = {
     "decode_step_s": 0.02,
@@ -88,6 +89,15 @@ def test_the_simulated_run_takes_as_long_as_the_one_it_was_fitted_to(tmp_path):
     found = calibrate([write_run(tmp_path / "a", 64, 8, 1, steps=30)], {})
     simulated = simulate_colocated(Scenario(**found.values | {"steps_per_batch": 1, "trigger_parameter_sync_step": 1}))
     assert simulated.batch_s == pytest.approx(found.measured_step_s, rel=0.1)
+
+
+def test_what_it_gives_is_run_asynchronously_as_rlpost_would(tmp_path):
+    write_run(tmp_path / "run", 64, 8, seed=0)
+    values = calibrate([tmp_path / "run"], {}).values
+    scenario, default = Scenario(**values), AsyncTrainerConfig()
+    assert (scenario.steps_per_batch, scenario.trigger_parameter_sync_step) == (1, default.trigger_parameter_sync_step)
+    assert scenario.staleness_threshold == default.staleness_threshold
+    assert calibrate([tmp_path / "run"], {"staleness_threshold": 0.5}).values["staleness_threshold"] == 0.5
 
 
 def test_runs_that_tell_nothing_are_named(tmp_path):

@@ -1,5 +1,6 @@
-"""The Ray that a run starts for itself takes no orders from whoever reaches its ports."""
+"""The Ray that a run starts for itself: who may use it, and how its processes run."""
 
+import os
 import subprocess
 import sys
 
@@ -35,3 +36,12 @@ def test_cluster_that_a_run_starts_refuses_who_has_no_token(address):
     finally:
         stranger.kill()
         stranger.communicate()
+
+
+def test_processes_of_a_run_give_way_to_no_other_and_report_to_nobody(address):
+    @ray.remote
+    def process():
+        return os.nice(0), exported()["RAY_USAGE_STATS_ENABLED"]
+
+    assert ray.get(process.remote()) == (os.nice(0), "0")
+    assert "RAY_worker_niceness" not in exported()
