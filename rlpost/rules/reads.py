@@ -220,7 +220,7 @@ READERS: tuple[Reader, ...] = (
         fix="set ref.path (with LoRA the reference is the actor, its adapter off)",
     ),
     _reader(
-        "rollout.enforce_eager", "rollout.max_num_batched_tokens", "rollout.startup_timeout_s",
+        "rollout.enforce_eager", "rollout.max_num_batched_tokens", "rollout.startup_timeout_s", "rollout.fp32_lm_head",
         "rollout.aiter", "rollout.aiter_kernels.*", "rollout.aiter_on_fault", "rollout.aiter_max_restarts",
         by="vLLM and SGLang",
         when=lambda cfg: cfg.rollout.name != "hf",

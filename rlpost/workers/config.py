@@ -213,6 +213,7 @@ class RolloutConfig:
     top_k: int = -1  # -1: refused otherwise
     stop_token_ids: list[int] = field(default_factory=list)  # besides the tokenizer's EOS and the model's
     dtype: str = "auto"  # auto (as actor.dtype), float32, bfloat16 or float16
+    fp32_lm_head: str = "auto"  # logits in float32 from 16 bits, as in the trainer: auto (vLLM on CUDA), on, off
     tensor_model_parallel_size: int = 1  # devices that share an engine
     num_replicas: int | None = None  # null: as many as the devices hold; a multiple of that: several engines a device
     gpu_memory_utilization: float = 0.5  # share of a GPU's memory for weights and cache of its engines, all together
@@ -243,6 +244,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         self.seed_requests = _switch("rollout.seed_requests", self.seed_requests)
         self.aiter = _switch("rollout.aiter", self.aiter)
+        self.fp32_lm_head = _switch("rollout.fp32_lm_head", self.fp32_lm_head)
         if self.aiter == "off" and (on := sorted(self.aiter_kernels.set_to("on"))):
             refuse(f"rollout.aiter=off and rollout.aiter_kernels.{on[0]}=on contradict each other: drop one")
         _one_of("rollout.aiter_on_fault", self.aiter_on_fault, ("disable", "stop"))

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from rlpost.platform import platform
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.rollout.base import Completion, RolloutEngine, SamplingSpec, WeightManifest
@@ -106,6 +107,17 @@ class ServedEngine(RolloutEngine):
     @abstractmethod
     async def _drop_cache(self) -> None:
         """Empty the prefix cache."""
+
+
+def float32_head(cfg: RolloutConfig, by_itself: bool) -> bool:
+    """Whether the engine is to multiply into float32 logits, as the trainer does on CUDA; `by_itself`: so by default.
+
+    Logits that are rounded to 16 bits keep engine and trainer apart (MiniMax-M1 2025; ScaleRL, Khatri et al. 2025).
+    """
+    here = platform()
+    if here.dtype(cfg.dtype).itemsize > 2:
+        return False
+    return cfg.fp32_lm_head == "on" or by_itself and cfg.fp32_lm_head == "auto" and here.kind == "cuda"
 
 
 def graph_batch_sizes(most: int) -> list[int]:

@@ -29,7 +29,7 @@ from rlpost.workers.rollout.base import (
 )
 from rlpost.workers.rollout.installed import require_offered
 from rlpost.workers.rollout.processes import keep_signal_handlers
-from rlpost.workers.rollout.served import ServedEngine, graph_batch_sizes
+from rlpost.workers.rollout.served import ServedEngine, float32_head, graph_batch_sizes
 from rlpost.workers.weight_sync.buffers import HostBuffer
 
 # Set from the config, so that one value serves trainer and engine; or ours, because this adapter depends on them.
@@ -39,6 +39,7 @@ _RESERVED = {
     "trust_remote_code": "model.trust_remote_code",
     "json_model_override_args": "model.override_config",
     "dtype": "rollout.dtype",
+    "enable_fp32_lm_head": "rollout.fp32_lm_head",
     "tp_size": "rollout.tensor_model_parallel_size",
     "mem_fraction_static": "rollout.gpu_memory_utilization",
     "context_length": "rollout.max_model_len",
@@ -296,6 +297,7 @@ def engine_arguments(cfg: RolloutConfig, model: ModelInfo, max_model_len: int, a
         "enable_custom_logit_processor": True,
         "custom_weight_loader": ["rlpost.workers.rollout.sglang_extension.receive"],
         "custom_sigquit_handler": signal.SIG_IGN,
+        "enable_fp32_lm_head": float32_head(cfg, by_itself=False),  # 0.5.12 copies the whole weight at every step
     }
     if cfg.max_num_batched_tokens is not None:
         arguments["chunked_prefill_size"] = cfg.max_num_batched_tokens

@@ -24,7 +24,7 @@ from rlpost.workers.rollout.base import (
     check_engine_kwargs,
 )
 from rlpost.workers.rollout.installed import require_offered
-from rlpost.workers.rollout.served import ServedEngine, graph_batch_sizes
+from rlpost.workers.rollout.served import ServedEngine, float32_head, graph_batch_sizes
 
 # Set from the config, so that one value serves trainer and engine; or ours, because this adapter depends on them.
 _RESERVED = {
@@ -91,10 +91,19 @@ class VLLMEngine(ServedEngine):
             self._llm = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(**arguments, seed=self._seed), usage_context=UsageContext.LLM_CLASS
             )
+            self._check_head()
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
             if "is_checkpoint_format" in inspect.signature(self._llm.start_weight_update).parameters:  # 0.24
                 in_place = await self._llm.collective_rpc("rlpost_loads_in_place")
                 self._update = {"is_checkpoint_format": not all(in_place)}
+
+    def _check_head(self) -> None:
+        config = self._llm.model_config
+        if self._cfg.fp32_lm_head == "on" and config.head_dtype.itemsize < 4:
+            raise ValueError(
+                f"rollout.fp32_lm_head=on: this vLLM rounds logits to {config.dtype}; leave it at auto, or take a vLLM "
+                "whose head_dtype is for models that generate, such as 0.32"
+            )
 
     async def sleep(self, level: int = 1) -> None:
         """See `RolloutEngine.sleep`."""
@@ -198,12 +207,13 @@ def engine_arguments(cfg: RolloutConfig, model: ModelInfo, max_model_len: int, a
     """
     check_engine_kwargs(cfg.engine_kwargs, "vLLM", accepted, _RESERVED)
     here = platform()
+    head = {"head_dtype": "float32"} if float32_head(cfg, by_itself=True) else {}
     arguments: dict[str, Any] = {
         "model": model.path,
         "tokenizer": model.tokenizer_path,
         "skip_tokenizer_init": True,
         "trust_remote_code": model.trust_remote_code,
-        "hf_overrides": model.override_config,
+        "hf_overrides": head | model.override_config,
         "dtype": str(here.dtype(cfg.dtype)).removeprefix("torch."),
         "max_model_len": max_model_len,
         "max_num_seqs": cfg.max_num_seqs,

@@ -80,3 +80,10 @@ def test_graphs_are_captured_up_to_the_largest_batch(on_cuda):
 def test_float32_is_refused_where_its_kernels_have_none(on_cuda):
     with pytest.raises(ValueError, match="rollout.dtype=float32: .*set rollout.dtype=bfloat16"):
         engine_arguments(RolloutConfig(dtype="float32"), MODEL, 64, ACCEPTED)
+
+
+def test_logits_are_in_float32_only_where_the_user_says_so(on_cuda):
+    def head(**changes) -> bool:
+        return engine_arguments(RolloutConfig(dtype="bfloat16", **changes), MODEL, 64, ACCEPTED)["enable_fp32_lm_head"]
+
+    assert [head(), head(fp32_lm_head="on"), head(fp32_lm_head="off")] == [False, True, False]

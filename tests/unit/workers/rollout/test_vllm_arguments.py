@@ -5,7 +5,7 @@ import pytest
 from rlpost.platform import Platform
 from rlpost.workers.config import RolloutConfig
 from rlpost.workers.model import ModelInfo
-from rlpost.workers.rollout import vllm
+from rlpost.workers.rollout import served, vllm
 from rlpost.workers.rollout.vllm import engine_arguments
 
 ACCEPTED = {"model", "enable_prefix_caching", "enable_chunked_prefill", "max_num_seqs", "kv_cache_memory_bytes"}
@@ -51,6 +51,27 @@ def test_engine_loads_the_model_as_the_trainer_does():
     model = replace(info(100), trust_remote_code=True, override_config={"rope_theta": 5.0})
     arguments = engine_arguments(RolloutConfig(), model, 64, ACCEPTED)
     assert arguments["trust_remote_code"] is True and arguments["hf_overrides"] == {"rope_theta": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "switch", "expected"),
+    [
+        ("cuda", "bfloat16", "auto", True),
+        ("cuda", "float16", "off", False),
+        ("cuda", "float32", "on", False),  # it is in float32 already
+        ("rocm", "bfloat16", "auto", False),  # the trainer's head rounds there too
+        ("rocm", "bfloat16", "on", True),
+        ("cpu", "bfloat16", "auto", False),
+    ],
+)
+def test_logits_are_in_float32_where_the_trainer_has_them_so_or_the_user_says_so(
+    monkeypatch, kind, dtype, switch, expected
+):
+    for module in (vllm, served):
+        monkeypatch.setattr(module, "platform", lambda: Platform(kind))
+    cfg = RolloutConfig(dtype=dtype, fp32_lm_head=switch)
+    overrides = engine_arguments(cfg, info(100), 64, ACCEPTED)["hf_overrides"]
+    assert overrides == ({"head_dtype": "float32"} if expected else {})
 
 
 def test_every_batch_size_that_occurs_is_captured_unless_the_user_says_which(monkeypatch):
