@@ -77,7 +77,7 @@ class Keeper:
         self.model, self.folder = model, folder
 
     def bundle(self, change=None, batch=None, roles=("actor",), fault=None, trains=False, **algo) -> Bundle:
-        about = describe(config(self.model, **algo), tiny.model_info(self.model), 2, {"actor": 8, "critic": 8})
+        about = describe(config(self.model, **algo), tiny.model_info(self.model), {"actor": 8, "critic": 8})
         store = ReplayStore(self.folder, json.loads(json.dumps(about)))
         batch = step_batch() if batch is None else batch
         draft = Bundle(self.folder, {"roles": roles, **about})

@@ -130,7 +130,12 @@ def infer(worker: ModelWorker, role: str, batch: Batch) -> torch.Tensor:
     max_tokens, key = worker.setup.budget(role)
     parallel = worker.engines["actor"].parallel
     works, rows = plan_infer(
-        batch, ("token_ids", "provenance"), dp_size=parallel.dp_size, max_tokens=max_tokens, key=key
+        batch,
+        ("token_ids", "provenance"),
+        range(len(batch)),
+        dp_size=parallel.dp_size,
+        max_tokens=max_tokens,
+        key=key,
     )
     return assemble(batch, rows, _collect(worker.infer(role, works[parallel.dp_rank]), parallel))
 
