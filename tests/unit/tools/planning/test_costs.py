@@ -77,7 +77,8 @@ def test_a_colocated_step_on_two_gpus_is_near_what_was_measured():
 @pytest.mark.parametrize("words, shares", [
     (["actor.ppo_mini_batch_size=32"], {}),
     (["actor.ppo_mini_batch_size=8"], {"old_logprobs": 0.75}),
-    (["actor.ppo_mini_batch_size=8", "actor.shuffle=true", "algo=ppo", "critic.ppo_mini_batch_size=8"], {"old_logprobs": 0.75, "values": 1.0}),
+    (["actor.ppo_mini_batch_size=8", "actor.shuffle=true", "algo=ppo", "critic.ppo_mini_batch_size=8"],
+     {"old_logprobs": 0.75, "values": 1.0}),
     (["actor.ppo_mini_batch_size=32", "actor.ppo_epochs=2"], {"old_logprobs": 1.0}),
     (["actor.ppo_mini_batch_size=8", "algo.use_kl_in_reward=true"], {"old_logprobs": 1.0, "ref_logprobs": 1.0}),
 ])  # fmt: skip
