@@ -241,7 +241,7 @@ async def run(case: Case, steps: int, info: ModelInfo, folder: Path) -> list[dic
     rank = Rank.remote()
     group = WorkerGroup([rank] * case.ranks, setup)
     workers = clock.watch(group, infer="infer", train="train")
-    algorithm = Algorithm(AlgoConfig(), updates_per_step=MINI_BATCHES, max_response_length=max_tokens)
+    algorithm = Algorithm(AlgoConfig(), max_response_length=max_tokens)
     ledger, tokenizer = Ledger(folder / LEDGER), character_tokenizer()
     source = ColocatedSource(
         stream=Prompts(),

@@ -35,7 +35,7 @@ from rlpost.algos.config import AlgoConfig
 from rlpost.batch import Batch
 from rlpost.host import free_port
 from rlpost.platform import platform
-from rlpost.trajectory import Provenance
+from rlpost.trajectory import NOT_ASKED, Provenance
 from rlpost.workers.config import ActorConfig, ModelConfig, OptimConfig
 from rlpost.workers.dispatch import Step, TrainWork
 from rlpost.workers.engine.fsdp import FSDPEngine
@@ -92,6 +92,7 @@ def make_load(lengths: str, packed: int, micro_batches: int, vocab_size: int, pr
         "response_mask": mask,
         "advantages": torch.randn(total, generator=generator),
         "rollout_logprobs": torch.full((total,), -10.0),
+        "old_logprobs": torch.full((total,), NOT_ASKED),
     }
     starts = [sum(len(pack) for pack in packs[:i]) for i in range(len(packs))]
     rows = [list(range(start, start + len(pack))) for start, pack in zip(starts, packs, strict=True)]
@@ -146,7 +147,7 @@ def measure(
         temperature=1.0,
         tokenizer_path=str(path),
     )
-    algorithm = Algorithm(AlgoConfig(), updates_per_step=1, max_response_length=packed)
+    algorithm = Algorithm(AlgoConfig(), max_response_length=packed)
     work, (step,) = load.work, load.work.steps
 
     def train() -> None:

@@ -29,7 +29,9 @@ COLUMNS: dict[str, Column] = {
     "provenance": Column("token", torch.uint8, "Provenance of each token"),
     "response_mask": Column("token", torch.bool, "tokens that are trained: MODEL tokens of usable trajectories"),
     "rollout_logprobs": Column("token", torch.float32, "behaviour policy, as the engine reported, or NOT_ASKED"),
-    "old_logprobs": Column("token", torch.float32, "proximal policy: the trainer at the start of the step"),
+    "old_logprobs": Column(
+        "token", torch.float32, "proximal policy: the trainer at the start of the step, or NOT_ASKED"
+    ),
     "ref_logprobs": Column("token", torch.float32, "reference policy"),
     "logprobs": Column("token", torch.float32, "an inference pass of any role, before it gets its role's name"),
     "entropy": Column("token", torch.float32, "entropy of the current policy at each token, nats"),
@@ -77,6 +79,12 @@ class Batch:
     def row_of_token(self) -> torch.Tensor:
         """`[N]` int64 row that each token belongs to."""
         return torch.arange(len(self), device=self.cu_seqlens.device).repeat_interleave(self.seqlens)
+
+    def rows_with(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int64 `[K]`, ascending: rows that hold a token of the mask `tokens` `[N]`."""
+        found = torch.zeros(len(self), dtype=torch.bool, device=tokens.device)
+        found[self.row_of_token[tokens]] = True
+        return found.nonzero().flatten()
 
     def __contains__(self, name: str) -> bool:
         return name in self.tokens.keys() or name in self.rows.keys()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-NOT_ASKED = float("inf")  # a logprob that the engine was not asked for; none that was is above 0
+NOT_ASKED = float("inf")  # a logprob that engine or trainer was not asked for; none that was is above 0
 
 
 class Provenance(IntEnum):

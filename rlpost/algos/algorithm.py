@@ -1,6 +1,6 @@
 """`Algorithm`: a config turned into the handful of decisions and formulas the trainer asks for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -17,7 +17,7 @@ from rlpost.algos.ragged import extremes, weighted_means
 from rlpost.batch import Batch
 from rlpost.metrics import Metric, Metrics
 from rlpost.registry import Registry, load_dotted
-from rlpost.trajectory import Group
+from rlpost.trajectory import NOT_ASKED, Group
 
 F = TypeVar("F", bound=Callable)
 
@@ -40,7 +40,6 @@ class Algorithm:
 
     Args:
         cfg: `adv_estimator` and `loss_mode` are registered names or dotted paths of functions.
-        updates_per_step: optimizer updates between two generations (epochs x mini-batches).
         max_response_length: in tokens, `loss_scale_factor` where that is null.
         critic_warmup: first steps in which only the critic is trained.
         cliprange_value: see `value_loss`.
@@ -53,7 +52,6 @@ class Algorithm:
         self,
         cfg: AlgoConfig,
         *,
-        updates_per_step: int,
         max_response_length: int,
         critic_warmup: int = 0,
         cliprange_value: float | None = None,
@@ -66,24 +64,27 @@ class Algorithm:
         self._estimator = _resolve(ESTIMATORS, cfg.adv_estimator, "algo.adv_estimator")
         self._policy_loss = _resolve(POLICY_LOSSES, cfg.loss_mode, "algo.loss_mode")
         AGGREGATIONS.get(cfg.loss_agg_mode, "algo.loss_agg_mode")
-        self._on_policy = updates_per_step == 1 and not cfg.use_kl_in_reward
+        self._reads_old_logprobs = cfg.use_kl_in_reward or getattr(self._estimator, "reads_old_logprobs", False)
         self._scale_factor = cfg.loss_scale_factor or max_response_length
         self._critic_warmup, self._cliprange_value = critic_warmup, cliprange_value
         self._kl = kl_controller(cfg.kl_ctrl)
 
     # --- what is needed, kept and trained ---
 
-    def needs(self) -> tuple[str, ...]:
-        """Columns to infer before training, of `old_logprobs`, `ref_logprobs` and `values`.
+    def needs(self, num_rows: int, on_policy: Collection[int]) -> dict[str, list[int]]:
+        """Columns to infer before training, of `old_logprobs`, `ref_logprobs` and `values`, and the rows to infer.
 
-        With one update a step the policy that is trained *is* the proximal one: old = current.detach(), for free.
+        A step's first update trains a policy that *is* the proximal one: old = current.detach(), for free. Its rows
+        hold `NOT_ASKED` instead; with one update a step these are all.
+
+        Args:
+            num_rows: of the batch.
+            on_policy: rows that the actor's first update trains and no later one.
         """
-        wanted = {
-            "old_logprobs": not self._on_policy,
-            "ref_logprobs": self.cfg.needs_reference,
-            "values": self.cfg.needs_critic,
-        }
-        return tuple(name for name, needed in wanted.items() if needed)
+        every = list(range(num_rows))
+        old = every if self._reads_old_logprobs else sorted(set(every).difference(on_policy))
+        needed = {"ref_logprobs": self.cfg.needs_reference, "values": self.cfg.needs_critic}
+        return {"old_logprobs": old} | {name: every for name, needs in needed.items() if needs}
 
     @property
     def needs_entropy(self) -> bool:
@@ -114,6 +115,8 @@ class Algorithm:
             ValueError: a reward that lies on a token the model did not write.
         """
         _check_rewards(batch)
+        if not self._reads_old_logprobs:  # some rows' may be missing: an estimator that reads them must say so
+            batch = Batch(batch.cu_seqlens, {n: values for n, values in batch.columns().items() if n != "old_logprobs"})
         usable = batch["usable"]
         metrics = extremes("critic/score", row_scores(batch)[usable])
         columns: dict[str, Tensor] = {}
@@ -174,9 +177,10 @@ class Algorithm:
 
     def _terms(self, micro: Batch, output: ModelOutput) -> PolicyTerms:
         assert output.logprobs is not None
+        old = micro["old_logprobs"]
         return PolicyTerms(
             logprobs=output.logprobs,
-            old_logprobs=output.logprobs.detach() if self._on_policy else micro["old_logprobs"],
+            old_logprobs=torch.where(old == NOT_ASKED, output.logprobs.detach(), old),
             advantages=micro["advantages"],
             response_mask=micro["response_mask"],
             cu_seqlens=micro.cu_seqlens,

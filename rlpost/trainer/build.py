@@ -361,12 +361,7 @@ async def build(cfg: Config, run_dir: Path, stack: AsyncExitStack) -> tuple[Trai
     source = build_source(cfg, facts.spec, stream, algorithm, pool, workers, stack, ledger)
     replays = ReplayStore(
         run_dir / REPLAY,
-        describe(
-            cfg,
-            facts.model,
-            updates_per_step(cfg.actor, cfg.data.train_batch_size),
-            count_updates(cfg, total_steps),
-        ),
+        describe(cfg, facts.model, count_updates(cfg, total_steps)),
         cfg.trainer.max_replays_to_keep,
     )
     trainer = Trainer(
@@ -394,7 +389,6 @@ def build_algorithm(cfg: Config) -> Algorithm:
     """The learning rule, with what it must know of the run."""
     return Algorithm(
         cfg.algo,
-        updates_per_step=updates_per_step(cfg.actor, cfg.data.train_batch_size),
         max_response_length=cfg.data.max_response_length,
         critic_warmup=cfg.trainer.critic_warmup,
         cliprange_value=cfg.critic.cliprange_value,

@@ -23,7 +23,7 @@ class ParityGate:
     Args:
         workers: the trainer ranks.
         limit: largest mean absolute difference, nats.
-        probe_size: sequences compared where the step does not recompute old logprobs.
+        probe_size: sequences compared where the step infers no old logprobs that could be.
         n: samples a prompt.
         temperature: the trainer's sampling temperature.
         mend: what is tried when the engine's kernels may be the cause; None: nothing.
@@ -62,18 +62,19 @@ class ParityGate:
         return batch
 
     async def check(self, batch: Batch, version: int) -> Metrics:
-        """Compare the tokens that `version` sampled; where `old_logprobs` is absent, a spread of `probe_size` rows.
+        """Compare the tokens that `version` sampled; where none has `old_logprobs`, a spread of `probe_size` rows.
 
         Raises:
             ParityError: they differ by more than the limit.
             NonFinite: the trainer's logprob of one of those rows is none.
         """
-        if "old_logprobs" not in batch:
-            rows = batch.row_of_token[comparable(batch, version)].unique()
-            batch = batch.select(spread(rows if len(rows) else torch.arange(len(batch)), self._probe_size))
+        parity = compare(batch, version)
+        rows = batch.rows_with(comparable(batch, version))
+        if len(rows) and not parity.num_tokens:
+            batch = batch.select(spread(rows, self._probe_size))
             batch.update(await self._workers.infer("old_logprobs", batch))
             require_finite(batch)
-        parity = compare(batch, version)
+            parity = compare(batch, version)
         self._steps_blind = 0 if parity.num_tokens else self._steps_blind + 1
         if self._steps_blind >= self._probe_freq and self._source is not None:  # async: none was sampled by `version`
             batch = await self.sample(self._source, PASSING_TOKENS)

@@ -70,14 +70,14 @@ def faults(batch: Batch) -> Iterator[Fault]:
 def not_finite(batch: Batch, column: str) -> Tensor:
     """bool `[N]`: response tokens whose number is none.
 
-    An engine is asked for all logprobs of a sequence or for none: `NOT_ASKED` beside others is an overflow.
+    Engine and trainer are asked for all logprobs of a sequence or for none: `NOT_ASKED` beside others is an overflow.
     """
     mask, values = batch["response_mask"], batch[column]
     good = values.isfinite()
-    if column == "rollout_logprobs":
+    if column in ("rollout_logprobs", "old_logprobs"):
         rows = batch.row_of_token
         asked = torch.zeros(len(batch), dtype=torch.bool)
-        asked[rows[mask & (values != NOT_ASKED)]] = True
+        asked[batch.rows_with(mask & (values != NOT_ASKED))] = True
         good = good | ((values == NOT_ASKED) & ~asked[rows])
     return mask & ~good
 

@@ -47,8 +47,9 @@ def comparable(batch: Batch, version: int) -> torch.Tensor:
 
 
 def differences(batch: Batch, version: int) -> torch.Tensor:
-    """`rollout_logprobs - old_logprobs` of the `comparable` tokens, float64 `[n]`."""
-    return (batch["rollout_logprobs"] - batch["old_logprobs"])[comparable(batch, version)].double()
+    """`rollout_logprobs - old_logprobs` of the `comparable` tokens that have both, float64 `[n]`."""
+    both = comparable(batch, version) & (batch["old_logprobs"] != NOT_ASKED)
+    return (batch["rollout_logprobs"] - batch["old_logprobs"])[both].double()
 
 
 def compare(batch: Batch, version: int) -> Parity:

@@ -28,14 +28,14 @@ from rlpost.workers.model_worker import WorkerSetup
 
 BUNDLE, BATCH, WEIGHTS = "bundle.json", "batch.safetensors", "weights"
 REPLAY = "replay"  # the folder of all bundles, in the run folder
-FORMAT = 1
+FORMAT = 2
 # of the config, what a step depends on
 SECTIONS = {name: config.SECTIONS[name] for name in ("algo", "model", "actor", "critic", "ref")}
 
 Save = Callable[[Path], Awaitable[Any]]
 
 
-def describe(cfg: Config, model: ModelInfo, updates_per_step: int, total_updates: Mapping[str, int]) -> dict[str, Any]:
+def describe(cfg: Config, model: ModelInfo, total_updates: Mapping[str, int]) -> dict[str, Any]:
     """What all bundles of a run say, without secrets; paths of models must be local folders by now."""
     return {
         **about(cfg),
@@ -44,7 +44,6 @@ def describe(cfg: Config, model: ModelInfo, updates_per_step: int, total_updates
         "total_updates": dict(total_updates),
         "seed": cfg.seed,
         "algorithm": {
-            "updates_per_step": updates_per_step,
             "max_response_length": cfg.data.max_response_length,
             "critic_warmup": cfg.trainer.critic_warmup,
             "cliprange_value": cfg.critic.cliprange_value,

@@ -121,8 +121,9 @@ class Trainer:
             groups = await self._source.take(self._groups_per_step)
         batch = collate(groups, self._n)
         with self._phase("infer"):
-            for column in self._algorithm.needs():
-                batch.update(await self._workers.infer(column, batch))
+            on_policy = self._workers.on_policy_rows(batch, self.step)
+            for column, rows in self._algorithm.needs(len(batch), on_policy).items():
+                batch.update(await self._workers.infer(column, batch, rows))
             columns, metrics = self._algorithm.advantages(batch)
             batch.update(columns)
             try:

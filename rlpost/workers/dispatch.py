@@ -13,6 +13,7 @@ from torch import Tensor
 from rlpost.algos.aggregate import loss_weights
 from rlpost.batch import Batch
 from rlpost.metrics import Metrics
+from rlpost.trajectory import NOT_ASKED
 from rlpost.workers.config import TrainRoleConfig
 from rlpost.workers.engine.base import MicroLoss, Output
 from rlpost.workers.engine.packing import pack, partition
@@ -77,30 +78,31 @@ class CustomLoss:
 
 
 def plan_infer(
-    batch: Batch, columns: Sequence[str], *, dp_size: int, max_tokens: int, key: str
+    batch: Batch, columns: Sequence[str], rows: Sequence[int], *, dp_size: int, max_tokens: int, key: str
 ) -> tuple[list[InferWork], list[list[int]]]:
     """Work of each data-parallel rank, and the batch's rows that it got, for `assemble`.
 
     Args:
         batch: any number of rows.
         columns: those that travel.
+        rows: of the batch, those that are inferred.
         dp_size: number of ranks.
         max_tokens: budget of a micro-batch.
         key: the config key of the budget.
     """
     lengths = batch.seqlens.tolist()
-    rows = partition(lengths, dp_size)
-    packs = _pack_equally([[lengths[i] for i in own] for own in rows], max_tokens, key)
-    return [InferWork(batch.select(own, columns), bins) for own, bins in zip(rows, packs, strict=True)], rows
+    owned = [[rows[i] for i in own] for own in partition([lengths[row] for row in rows], dp_size)]
+    packs = _pack_equally([[lengths[row] for row in own] for own in owned], max_tokens, key)
+    return [InferWork(batch.select(own, columns), bins) for own, bins in zip(owned, packs, strict=True)], owned
 
 
 def assemble(batch: Batch, rows: list[list[int]], parts: list[Tensor]) -> Tensor:
-    """`[N]` in the batch's order from what each rank returned for its rows, in its order."""
+    """`[N]` in the batch's order from what each rank returned for its rows, in its order; others: `NOT_ASKED`."""
     order = torch.cat([torch.as_tensor(own, dtype=torch.int64) for own in rows])
     lengths = batch.seqlens[order]
     starts = batch.cu_seqlens[:-1][order] - (lengths.cumsum(0) - lengths)
-    index = torch.arange(batch.num_tokens) + starts.repeat_interleave(lengths)
-    whole = torch.empty(batch.num_tokens, dtype=torch.float32)
+    index = torch.arange(int(lengths.sum())) + starts.repeat_interleave(lengths)
+    whole = torch.full((batch.num_tokens,), NOT_ASKED, dtype=torch.float32)
     whole[index] = torch.cat(parts)
     return whole
 
@@ -153,6 +155,15 @@ def mini_batches(groups: Tensor, cfg: TrainRoleConfig, seed: int) -> Iterator[li
         shuffled = [names[i] for i in order]
         for start in range(0, len(names), cfg.ppo_mini_batch_size):
             yield [row for name in shuffled[start : start + cfg.ppo_mini_batch_size] for row in members[name]]
+
+
+def on_policy_rows(groups: Tensor, cfg: TrainRoleConfig, seed: int) -> list[int]:
+    """Rows that the first optimizer update trains and no later one, ascending; arguments as of `mini_batches`.
+
+    The policy that this update trains is still the proximal one: old logprobs of these rows are its own.
+    """
+    first, *later = mini_batches(groups, cfg, seed)
+    return sorted(set(first).difference(*later))
 
 
 def _train_work(batch: Batch, plan: list[tuple[list[list[int]], Tensor]]) -> TrainWork:

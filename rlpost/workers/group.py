@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import ray
+import torch
 
 from rlpost.batch import Batch
 from rlpost.metrics import Metrics, merge
+from rlpost.trajectory import NOT_ASKED
 from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, RefConfig
-from rlpost.workers.dispatch import CustomLoss, assemble, plan_infer, plan_train
+from rlpost.workers.dispatch import CustomLoss, assemble, on_policy_rows, plan_infer, plan_train
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.model_worker import ModelWorker, WorkerSetup
 from rlpost.workers.placement import Placement
@@ -100,33 +102,52 @@ class WorkerGroup:
 
     # --- passes ---
 
-    async def infer(self, column: str, batch: Batch, temperature: float | None = None) -> Batch:
+    def on_policy_rows(self, batch: Batch, step: int) -> list[int]:
+        """Rows of `batch` whose old logprobs are those of the actor's first update in `train` of `step` itself.
+
+        Args:
+            batch: needs `group`.
+            step: of the trainer.
+        """
+        return on_policy_rows(batch["group"], self._setup.actor, shuffle_seed(self._setup.seed, step))
+
+    async def infer(
+        self, column: str, batch: Batch, rows: Sequence[int] | None = None, *, temperature: float | None = None
+    ) -> Batch:
         """Compute `old_logprobs`, `ref_logprobs` or `values`; a `Batch` that holds this column.
 
         Args:
             column: decides the role.
             batch: needs `token_ids`; with `provenance`, only MODEL tokens get a logprob, others 0.
+            rows: those to compute, the others hold `NOT_ASKED`; None: all.
             temperature: in place of the rollout's.
         """
+        rows = range(len(batch)) if rows is None else rows
+        if not rows:
+            return Batch(batch.cu_seqlens, {column: torch.full((batch.num_tokens,), NOT_ASKED)})
         role = ROLE_OF_COLUMN[column]
         max_tokens, key = self._setup.budget(role)
         size = self._sequence_size(role)
-        works, rows = plan_infer(
-            batch, ("token_ids", "provenance"), dp_size=self.num_ranks // size, max_tokens=max_tokens, key=key
+        works, owned = plan_infer(
+            batch, ("token_ids", "provenance"), rows, dp_size=self.num_ranks // size, max_tokens=max_tokens, key=key
         )
         parts = await self._gather("infer", [(role, work, temperature) for work in works for _ in range(size)])
-        return Batch(batch.cu_seqlens, {column: assemble(batch, rows, parts[::size])})
+        return Batch(batch.cu_seqlens, {column: assemble(batch, owned, parts[::size])})
 
     async def train(self, role: str, batch: Batch, objective: Any, step: int = 0) -> Metrics:
         """All epochs and mini-batches of one trainer step; merged metrics of all ranks.
 
         Args:
             role: "actor" or "critic".
-            batch: with the columns that the loss reads, `group` and `response_mask`.
+            batch: with the columns that the loss reads, `group` and `response_mask`. Of the actor's, `old_logprobs` may
+                be `NOT_ASKED` at `on_policy_rows` of this step and nowhere else.
             objective: an `Algorithm`, a `CustomLoss`, or a picklable `MicroLoss`.
             step: of the trainer, seeds the shuffle.
         """
         objective = objective if hasattr(objective, "loss_weights") else CustomLoss(objective)
+        if role == "actor" and "old_logprobs" in batch:
+            missing = set(batch.rows_with(batch["old_logprobs"] == NOT_ASKED).tolist())
+            assert missing <= set(self.on_policy_rows(batch, step)), "a later update would take its policy for the old"
         max_tokens, key = self._setup.budget(role)
         size = self._sequence_size(role)
         works = plan_train(
@@ -185,7 +206,7 @@ class RoleView:
 
     async def infer(self, batch: Batch, temperature: float | None = None) -> Batch:
         """This role's column: `old_logprobs`, `ref_logprobs` or `values`."""
-        return await self._group.infer(COLUMN_OF_ROLE[self.name], batch, temperature)
+        return await self._group.infer(COLUMN_OF_ROLE[self.name], batch, temperature=temperature)
 
     async def train(self, batch: Batch, objective: Any, step: int = 0) -> Metrics:
         """See `WorkerGroup.train`."""

@@ -13,7 +13,7 @@ from rlpost.platform import platform
 from rlpost.rewards.config import RewardConfig, RewardTermConfig
 from rlpost.trainer.gate import ParityGate
 from rlpost.trainer.parity import ParityError
-from rlpost.trajectory import Prompt
+from rlpost.trajectory import NOT_ASKED, Prompt
 from rlpost.workers.config import ActorConfig, ModelConfig, OptimConfig, RolloutConfig
 from rlpost.workers.group import WorkerGroup
 from rlpost.workers.placement import Placement
@@ -47,7 +47,8 @@ class Source:
         return await self.pool.run(prompts, N, self.spec)
 
     async def batch(self):
-        return collate(await self.probe(16), N)
+        batch = collate(await self.probe(16), N)
+        return batch.update({"old_logprobs": torch.full((batch.num_tokens,), NOT_ASKED)})
 
 
 class Rig:

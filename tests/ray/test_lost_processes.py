@@ -65,7 +65,7 @@ class Trainers(Eventful):
 
 def common(pool: RolloutPool, trainers: Trainers, disjoint: bool) -> dict[str, Any]:
     return {
-        "algorithm": Algorithm(AlgoConfig(), updates_per_step=1, max_response_length=32),
+        "algorithm": Algorithm(AlgoConfig(), max_response_length=32),
         "pool": pool,
         "sync": make_weight_sync(trainers, pool, disjoint),
         "spec": LONG,

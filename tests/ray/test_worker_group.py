@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rlpost.batch import Batch
 from rlpost.files import file_digests
-from rlpost.trajectory import Provenance
+from rlpost.trajectory import NOT_ASKED, Provenance
 from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, OptimConfig, RefConfig
 from rlpost.workers.group import RankDied, WorkerGroup
 from rlpost.workers.model import ModelInfo
@@ -109,6 +109,24 @@ def test_group_infers_trains_saves_and_exports(group, model, tmp_path):
     row = batch["token_ids"][5:17]
     log_p = exported(row[None]).logits[0].log_softmax(-1)
     torch.testing.assert_close(log_p[:-1].gather(1, row[1:, None])[:, 0], after[6:17], rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_are_not_asked_for_hold_no_logprobs_and_no_later_update_may_train_them(group, monkeypatch):
+    batch = _batch()
+    monkeypatch.setattr(group._setup.actor, "ppo_epochs", 1)  # of what the driver plans; ranks do what they are given
+
+    async def infer(rows):
+        return (await group.infer("old_logprobs", batch, rows))["old_logprobs"]
+
+    own = group.on_policy_rows(batch, step=5)
+    assert own in ([0, 1, 2, 3], [0, 1, 4, 5], [2, 3, 4, 5])  # two groups of three
+    first = torch.isin(batch.row_of_token, torch.tensor(own))
+    every = asyncio.run(infer(None))
+    for rows, asked in ((own, first), (sorted({*range(6)} - {*own}), ~first), ([], torch.zeros_like(first))):
+        torch.testing.assert_close(asyncio.run(infer(rows)), torch.where(asked, every, NOT_ASKED))
+    batch.update({"old_logprobs": torch.where(first, every, NOT_ASKED)})
+    with pytest.raises(AssertionError, match="a later update"):
+        asyncio.run(group.train("actor", batch, lambda micro, output: (output.logprobs.sum(), {}), step=5))
 
 
 def test_state_of_two_ranks_can_be_read_by_one_and_each_rank_vouches_for_its_files(group, tmp_path):

@@ -16,7 +16,7 @@ class Costs:
 
     Attributes:
         decode_step_s, decode_sequence_s, prefill_token_s: of an engine.
-        infer_token_s: of all inference passes of a step together, by column.
+        infer_token_s: of an inference pass over all rows of a step, by column; see `Run.inferred`.
         train_token_s, update_s: of all trained roles together.
         sync_s, move_s: of a weight sync, and of memory that changes hands.
         mfu: model FLOPs of the training pass over the peak, recomputation not counted.

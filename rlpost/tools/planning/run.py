@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlpost.config import Config, register, to_object
 from rlpost.overrides import check_overrides, compose
 from rlpost.registry import near
@@ -15,6 +17,7 @@ from rlpost.tools.planning.shapes import Shape, known_shape, read_shape
 from rlpost.trainer.build import build_algorithm, updates_per_step
 from rlpost.trainer.config import AsyncTrainerConfig
 from rlpost.workers.config import TrainRoleConfig
+from rlpost.workers.dispatch import on_policy_rows
 from rlpost.workers.model import MAKER, resolve_path
 from rlpost.workers.placement import Pools
 
@@ -152,9 +155,12 @@ class Run:
         return updates_per_step(self.cfg.actor, self.cfg.data.train_batch_size)
 
     @property
-    def inferred(self) -> tuple[str, ...]:
-        """Columns that are inferred before training."""
-        return build_algorithm(self.cfg).needs()
+    def inferred(self) -> dict[str, float]:
+        """Columns that are inferred before training, and the share of a step's rows for which they are."""
+        groups = self.cfg.data.train_batch_size
+        on_policy = on_policy_rows(torch.arange(groups), self.cfg.actor, self.cfg.seed)
+        needs = build_algorithm(self.cfg).needs(groups, on_policy)
+        return {column: len(rows) / groups for column, rows in needs.items() if rows}
 
     @property
     def adapter_parameters(self) -> int:

@@ -55,7 +55,7 @@ def scenario_of(run: Run, costs: Costs, engine: Engine) -> Scenario:
         "decode_step_s": costs.decode_step_s,
         "decode_sequence_s": costs.decode_sequence_s,
         "prefill_token_s": costs.prefill_token_s,
-        "infer_token_s": sum(costs.infer_token_s.values()),
+        "infer_token_s": sum(seconds * run.inferred[column] for column, seconds in costs.infer_token_s.items()),
         "train_token_s": costs.train_token_s,
         "update_s": costs.update_s,
         "updates": run.updates,
@@ -107,7 +107,7 @@ def _phases(run: Run, costs: Costs, step_s: float) -> dict[str, float]:
     """Seconds by phase; what the others leave of the step is generation, or waiting for it."""
     names = {"old_logprobs": "old logprobs", "ref_logprobs": "reference", "values": "values"}
     share = run.tokens / run.pools.train
-    phases = {names[column]: seconds * share for column, seconds in costs.infer_token_s.items()}
+    phases = {names[column]: seconds * share * run.inferred[column] for column, seconds in costs.infer_token_s.items()}
     phases["update"] = costs.train_token_s * share + costs.update_s * run.updates
     every = run.cfg.trainer.trigger_parameter_sync_step if isinstance(run.cfg.trainer, AsyncTrainerConfig) else 1
     phases["sync"] = costs.sync_s / every

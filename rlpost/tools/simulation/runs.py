@@ -156,7 +156,7 @@ def _common(scenario: Scenario, pool: SimulatedPool) -> dict[str, Any]:
         enable=scenario.keep_rate < 1, max_num_gen_batches=max(10, round(4 / scenario.keep_rate))
     )
     return {
-        "algorithm": Algorithm(AlgoConfig(filter_groups=filtering), updates_per_step=1, max_response_length=1),
+        "algorithm": Algorithm(AlgoConfig(filter_groups=filtering), max_response_length=1),
         "pool": pool,
         "sync": SimulatedSync(pool, scenario.push_s),
         "spec": None,

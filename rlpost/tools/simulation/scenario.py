@@ -42,7 +42,7 @@ class Scenario:
     decode_step_s: float = 0.02  # of a replica, however many sequences
     decode_sequence_s: float = 1e-4  # and for each sequence of its batch
     prefill_token_s: float = 5e-6  # of a replica, for each prompt token
-    infer_token_s: float = 1e-4  # device-seconds of one inference pass (old logprobs)
+    infer_token_s: float = 1e-4  # device-seconds of inference (old logprobs) for each token trained, if not of all
     train_token_s: float = 3e-4  # device-seconds
     update_s: float = 0.0  # of each optimizer update, however many devices
     updates: int = 16  # optimizer updates a batch

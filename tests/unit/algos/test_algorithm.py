@@ -1,5 +1,6 @@
 import math
 import pickle
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,17 +9,19 @@ import torch
 from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import AlgoConfig, FilterGroupsConfig, KLControlConfig, RolloutCorrectionConfig
 from rlpost.algos.losses import POLICY_LOSSES, PolicyTerms, TokenLoss
+from rlpost.batch import Batch
 from rlpost.metrics import Reduce, merge
+from rlpost.trajectory import NOT_ASKED
 
 ROWS, GROUP = ".MM .M M.M ..M", [7, 3, 7, 3]
 MODEL_TOKENS = [1, 2, 4, 5, 7, 10]
+EVERY = [0, 1, 2, 3]
 REWARDS = [0, 0, 1, 0, 2, 0, 0, 3, 0, 0, 6]
 
 
-def algorithm(updates_per_step=1, max_response_length=8, critic_warmup=0, cliprange_value=None, **cfg) -> Algorithm:
+def algorithm(max_response_length=8, critic_warmup=0, cliprange_value=None, **cfg) -> Algorithm:
     return Algorithm(
         AlgoConfig(**cfg),
-        updates_per_step=updates_per_step,
         max_response_length=max_response_length,
         critic_warmup=critic_warmup,
         cliprange_value=cliprange_value,
@@ -66,18 +69,18 @@ def gradient(algo, micro_batches, loss="policy_loss"):
 
 
 @pytest.mark.parametrize(
-    ("updates", "cfg", "columns"),
+    ("on_policy", "cfg", "needs"),
     [
-        (1, {}, ()),
-        (2, {}, ("old_logprobs",)),
-        (1, {"use_kl_in_reward": True}, ("old_logprobs", "ref_logprobs")),
-        (1, {"use_kl_loss": True}, ("ref_logprobs",)),
-        (1, {"adv_estimator": "gae"}, ("values",)),
-        (4, {"adv_estimator": "gae", "use_kl_loss": True}, ("old_logprobs", "ref_logprobs", "values")),
+        ([0, 1, 2, 3], {}, {"old_logprobs": []}),
+        ([2, 0], {}, {"old_logprobs": [1, 3]}),
+        ([], {}, {"old_logprobs": EVERY}),
+        ([2, 0], {"use_kl_in_reward": True}, {"old_logprobs": EVERY, "ref_logprobs": EVERY}),
+        ([2, 0], {"use_kl_loss": True}, {"old_logprobs": [1, 3], "ref_logprobs": EVERY}),
+        ([2, 0], {"adv_estimator": "gae"}, {"old_logprobs": [1, 3], "values": EVERY}),
     ],
 )
-def test_needs_names_the_columns_to_infer(updates, cfg, columns):
-    assert algorithm(updates, **cfg).needs() == columns
+def test_needs_names_the_columns_and_rows_to_infer(on_policy, cfg, needs):
+    assert algorithm(**cfg).needs(4, on_policy) == needs
 
 
 def test_trains_the_critic_alone_while_it_warms_up():
@@ -169,18 +172,52 @@ def test_reward_on_a_token_of_a_tool_is_refused(make_batch):
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
-def test_detached_logprobs_stand_in_for_old_logprobs_on_policy(make_batch, name):
+def test_detached_logprobs_stand_in_for_old_logprobs_that_nobody_asked_for(make_batch, name):
     batch = full_batch(make_batch)
+    algo = algorithm(loss_mode=name, rollout_correction=RolloutCorrectionConfig(rollout_is="sequence"))
     theta = torch.tensor(0.7, dtype=torch.float64)
     batch.update({"old_logprobs": model(theta, batch).logprobs})
-    algo = algorithm(1, loss_mode=name)
     batch.update({"loss_weights": algo.loss_weights("actor", batch["response_mask"], batch.cu_seqlens)})
-    free, free_metrics = gradient(algo, [batch])
-    recomputed, metrics = gradient(algorithm(2, loss_mode=name), [batch])
+    recomputed, metrics = gradient(algo, [batch])
+    free, free_metrics = gradient(algo, [batch.update({"old_logprobs": torch.full((11,), NOT_ASKED)})])
     torch.testing.assert_close(free, recomputed, rtol=1e-5, atol=1e-8)
     assert free_metrics["actor/ratio_mean"].value == 1.0
     assert free_metrics["actor/ppo_kl"].value == 0.0
-    assert metrics["actor/ppo_kl"].value == pytest.approx(0.0, abs=1e-6)
+    expected = {name: pytest.approx(metric.value, rel=1e-5, abs=1e-6) for name, metric in metrics.items()}
+    assert {name: metric.value for name, metric in free_metrics.items()} == expected
+
+
+def test_rows_whose_old_logprobs_were_asked_for_keep_them_beside_others(make_batch):
+    batch = full_batch(make_batch)
+    algo = algorithm(rollout_correction=RolloutCorrectionConfig(rollout_is="token", rollout_rs="geometric"))
+    batch.update({"loss_weights": algo.loss_weights("actor", batch["response_mask"], batch.cu_seqlens)})
+    old = batch["old_logprobs"].clone()
+    own = model(torch.tensor(0.7), batch).logprobs
+    first = (batch.row_of_token == 0) | (batch.row_of_token == 3)
+    filled, metrics = gradient(algo, [batch.update({"old_logprobs": torch.where(first, own, old)})])
+    left, left_metrics = gradient(algo, [batch.update({"old_logprobs": torch.where(first, NOT_ASKED, old)})])
+    torch.testing.assert_close(left, filled, rtol=1e-5, atol=1e-8)
+    expected = {name: pytest.approx(metric.value, rel=1e-5, abs=1e-6) for name, metric in metrics.items()}
+    assert {name: metric.value for name, metric in left_metrics.items()} == expected
+    assert left_metrics["actor/ratio_mean"].value != 1.0
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_logprob_of_the_policy_that_is_not_finite_is_not_hidden_by_standing_in(make_batch, number):
+    batch = full_batch(make_batch).update({"old_logprobs": torch.full((11,), NOT_ASKED)})
+    algo = algorithm()
+    batch.update({"loss_weights": algo.loss_weights("actor", batch["response_mask"], batch.cu_seqlens)})
+    logprobs = torch.full((11,), -1.0)
+    logprobs[MODEL_TOKENS[0]] = number
+    loss, _ = algo.policy_loss(batch, SimpleNamespace(logprobs=logprobs, entropy=None, values=None))
+    assert not loss.isfinite()
+
+
+def test_loss_without_old_logprobs_is_an_error_not_a_guess(make_batch):
+    batch = full_batch(make_batch)
+    columns = {name: values for name, values in batch.columns().items() if name != "old_logprobs"}
+    with pytest.raises(KeyError, match="no column 'old_logprobs'"):
+        gradient(algorithm(), [Batch(batch.cu_seqlens, columns)])
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
@@ -188,7 +225,6 @@ def test_detached_logprobs_stand_in_for_old_logprobs_on_policy(make_batch, name)
 @pytest.mark.parametrize("parts", [[[0], [1], [2], [3]], [[3, 1], [], [2, 0]], [[1, 2, 3], [0], []]])
 def test_any_partition_gives_the_same_gradient_and_metrics(make_batch, name, mode, parts):
     algo = algorithm(
-        2,
         loss_mode=name,
         loss_agg_mode=mode,
         use_kl_loss=True,
@@ -215,6 +251,7 @@ def test_policy_loss_adds_kl_and_entropy_by_hand(make_batch):
         ".MM",
         [0],
         advantages=[9, 1, -2],
+        old_logprobs=[NOT_ASKED] * 3,
         rollout_logprobs=[0, -1, -2],
         ref_logprobs=[9, -3, -2],
         loss_weights=[0, 0.5, 0.5],
@@ -259,6 +296,7 @@ def test_rejected_tokens_contribute_nothing_but_stay_in_the_denominator(make_bat
         "MM",
         [0],
         advantages=[1, 1],
+        old_logprobs=[NOT_ASKED] * 2,
         rollout_logprobs=[-1 - math.log(1.5), 1.0],
         ref_logprobs=[-1, 5],
         loss_weights=[0.5, 0.5],
@@ -275,7 +313,6 @@ def test_rejected_tokens_contribute_nothing_but_stay_in_the_denominator(make_bat
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
 def test_empty_micro_batch_gives_a_zero_on_the_graph(make_batch, name):
     algo = algorithm(
-        2,
         loss_mode=name,
         use_kl_loss=True,
         entropy_coeff=0.1,
@@ -323,7 +360,23 @@ def test_algorithm_survives_pickle_and_restores_its_state():
     algo.load_state_dict({"kl_coef": 0.125})
     copy = pickle.loads(pickle.dumps(algo))
     assert copy.state_dict() == {"kl_coef": 0.125}
-    assert copy.cfg == algo.cfg and copy.needs() == algo.needs()
+    assert copy.cfg == algo.cfg and copy.needs(3, [1]) == algo.needs(3, [1])
+
+
+def ratio_estimator(batch, cfg):
+    return {"advantages": (batch["old_logprobs"] - batch["rollout_logprobs"]).exp()}
+
+
+def test_estimator_that_reads_old_logprobs_says_so_and_gets_all(make_batch, monkeypatch):
+    batch = full_batch(make_batch)
+    monkeypatch.setitem(sys.modules, "own_estimators", SimpleNamespace(ratio=ratio_estimator))
+    with pytest.raises(KeyError, match="no column 'old_logprobs'"):
+        algorithm(adv_estimator="own_estimators.ratio").advantages(batch)
+    monkeypatch.setattr(ratio_estimator, "reads_old_logprobs", True, raising=False)
+    algo = algorithm(adv_estimator="own_estimators.ratio")
+    assert algo.needs(4, [0, 1])["old_logprobs"] == EVERY
+    columns, _ = algo.advantages(batch)
+    assert torch.equal(columns["advantages"], ratio_estimator(batch, algo.cfg)["advantages"])
 
 
 def own_loss(terms: PolicyTerms, cfg: AlgoConfig) -> TokenLoss:
@@ -331,10 +384,9 @@ def own_loss(terms: PolicyTerms, cfg: AlgoConfig) -> TokenLoss:
 
 
 def test_loss_mode_takes_a_dotted_path(make_batch, monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "own_losses", SimpleNamespace(own_loss=own_loss))
-    batch = make_batch("MM", [0], advantages=[0, 0], rollout_logprobs=[-1, -1], loss_weights=[0.5, 0.5])
+    columns = {"advantages": [0, 0], "old_logprobs": [-1, -3], "rollout_logprobs": [-1, -1], "loss_weights": [0.5, 0.5]}
+    batch = make_batch("MM", [0], **columns)
     output = SimpleNamespace(logprobs=torch.tensor([-1.0, -3.0]), entropy=None, values=None)
     loss, _ = algorithm(loss_mode="own_losses.own_loss").policy_loss(batch, output)
     assert loss.item() == -4.0

@@ -59,7 +59,7 @@ def test_dapo_filters_on_accuracy_and_shapes_the_length():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_preset_prefers_the_better_answer(preset, make_batch):
     """One step of the whole rule: the gradient raises the logprobs of the rewarded answer and lowers the other's."""
-    algo = Algorithm(typed(preset), updates_per_step=2, max_response_length=4)
+    algo = Algorithm(typed(preset), max_response_length=4)
     batch = make_batch(".MM .MM", [0, 0], rewards=[0, 0, 1, 0, 0, 0])
     same = torch.full((6,), -1.0)
     batch.update({name: same for name in ("old_logprobs", "rollout_logprobs", "ref_logprobs")})

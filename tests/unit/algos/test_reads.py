@@ -76,7 +76,7 @@ def outcome_of(make_batch, cfg: AlgoConfig, phase: float) -> list[float]:
             "values": wave.roll(4),
         }
     )
-    algo = Algorithm(cfg, updates_per_step=2, max_response_length=8)
+    algo = Algorithm(cfg, max_response_length=8)
     columns, metrics = algo.advantages(batch)
     batch.update(columns)
     batch.update({"loss_weights": algo.loss_weights("actor", batch["response_mask"], batch.cu_seqlens)})

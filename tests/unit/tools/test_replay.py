@@ -20,9 +20,9 @@ from rlpost.tools.replays.compare import WHOLE, compare
 from rlpost.tools.replays.rerun import GRADIENTS, RESULT, Changes, rerun, train
 from rlpost.trainer.nonfinite import Fault
 from rlpost.trainer.replay import Bundle, ReplayStore, describe
-from rlpost.trajectory import Provenance
+from rlpost.trajectory import NOT_ASKED, Provenance
 from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, OptimConfig, RolloutConfig
-from rlpost.workers.dispatch import TrainWork, plan_train
+from rlpost.workers.dispatch import TrainWork, on_policy_rows, plan_train
 from rlpost.workers.model_worker import ModelWorker
 from tests import tiny
 
@@ -77,7 +77,7 @@ class Keeper:
         self.model, self.folder = model, folder
 
     def bundle(self, change=None, batch=None, roles=("actor",), fault=None, trains=False, **algo) -> Bundle:
-        about = describe(config(self.model, **algo), tiny.model_info(self.model), 2, {"actor": 8, "critic": 8})
+        about = describe(config(self.model, **algo), tiny.model_info(self.model), {"actor": 8, "critic": 8})
         store = ReplayStore(self.folder, json.loads(json.dumps(about)))
         batch = step_batch() if batch is None else batch
         draft = Bundle(self.folder, {"roles": roles, **about})
@@ -182,9 +182,12 @@ def test_column_that_a_role_computes_is_computed_again_and_its_module_named(keep
 
 
 def test_healthy_step_comes_out_as_it_was_for_every_role(keeper):
-    bundle = keeper.bundle(roles=("critic", "actor"), trains=True)
+    batch = step_batch()
+    own = on_policy_rows(batch["group"], config(keeper.model).actor, seed=0)
+    batch["old_logprobs"][torch.isin(batch.row_of_token, torch.tensor(own))] = NOT_ASKED
+    bundle = keeper.bundle(batch=batch, roles=("critic", "actor"), trains=True)
     found, metrics, gradients = keeper.rerun(bundle)
-    assert not found
+    assert not found and own == [0, 1, 2, 3]
     recorded = bundle.facts["metrics"]
     assert recorded["actor/updates"] == recorded["critic/updates"] == 2
     for name in ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm", "actor/updates"):

@@ -32,7 +32,7 @@ def source(signal, **changes):
     filtering = FilterGroupsConfig(**{"enable": True, "max_num_gen_batches": 4} | changes)
     return ColocatedSource(
         stream=Stream(),
-        algorithm=Algorithm(AlgoConfig(filter_groups=filtering), updates_per_step=1, max_response_length=4),
+        algorithm=Algorithm(AlgoConfig(filter_groups=filtering), max_response_length=4),
         pool=Pool(signal),
         trainers=None,
         sync=None,

@@ -13,6 +13,7 @@ from rlpost.trainer.config import TrainerConfig
 from rlpost.trainer.gate import PASSING_TOKENS, ParityGate
 from rlpost.trainer.parity import ParityError
 from rlpost.trainer.repair import RepairError
+from rlpost.trajectory import NOT_ASKED
 from tests.unit.trainer.rollouts import group, prompt
 from tests.unit.trainer.whole_trainer import make_trainer
 
@@ -48,9 +49,13 @@ class World:
     def state_dict(self):
         return {}
 
-    async def infer(self, column, batch, temperature=None):
+    def on_policy_rows(self, batch, step):
+        return range(len(batch))
+
+    async def infer(self, column, batch, rows=None, *, temperature=None):
         error = 0.0 if temperature is not None and temperature == self.right_temperature else self.error
-        return Batch(batch.cu_seqlens, {column: torch.full((batch.num_tokens,), -error)})
+        value = -error if rows is None else NOT_ASKED
+        return Batch(batch.cu_seqlens, {column: torch.full((batch.num_tokens,), value)})
 
     async def train(self, role, batch, objective, step):
         return {}
@@ -61,6 +66,12 @@ class World:
 
 def gate(world, mend):
     return ParityGate(world, limit=1e-3, probe_size=2, n=2, temperature=1.0, mend=mend)
+
+
+def sampled_by(version):
+    """The batch of a step of one update: no old logprobs."""
+    batch = collate([group(prompt(0), [1.0, 0.0], versions=version)], 2)
+    return batch.update({"old_logprobs": torch.full((batch.num_tokens,), NOT_ASKED)})
 
 
 def mender(world, result=True):
@@ -87,8 +98,8 @@ def test_probe_goes_on_with_mended_engines_after_publishing_again():
 def test_steps_without_tokens_of_the_trainers_version_are_followed_by_a_short_probe():
     world = World(error=0.0)
     gate = ParityGate(world, limit=1e-3, probe_size=2, n=2, temperature=1.0, probe_freq=3)
-    stale = collate([group(prompt(0), [1.0, 0.0])], 2)  # version 0 sampled it
-    own = collate([group(prompt(0), [1.0, 0.0], versions=7)], 2)
+    stale = sampled_by(0)
+    own = sampled_by(7)
 
     async def body():
         await gate.probe(world, 0)
@@ -154,7 +165,7 @@ def test_step_that_fails_is_sampled_again_from_the_same_prompts_once_the_engines
 
     trainer = make_trainer(
         TrainerConfig(resume="never"),
-        Algorithm(AlgoConfig(adv_estimator="grpo"), updates_per_step=1, max_response_length=8),
+        Algorithm(AlgoConfig(adv_estimator="grpo"), max_response_length=8),
         tmp_path,
         source=world,
         workers=world,

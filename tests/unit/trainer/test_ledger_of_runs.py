@@ -43,7 +43,7 @@ def colocated(ledger):
     filtering = FilterGroupsConfig(enable=True, max_num_gen_batches=4)
     return ColocatedSource(
         stream=Stream(),
-        algorithm=Algorithm(AlgoConfig(filter_groups=filtering), updates_per_step=1, max_response_length=4),
+        algorithm=Algorithm(AlgoConfig(filter_groups=filtering), max_response_length=4),
         pool=Pool(),
         trainers=None,
         sync=Sync(),

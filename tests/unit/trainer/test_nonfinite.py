@@ -65,6 +65,17 @@ def test_logprobs_that_the_engine_was_not_asked_for_are_no_fault_but_infinities_
         require_finite(some)
 
 
+def test_old_logprobs_that_nobody_asked_for_are_no_fault_but_infinities_beside_others_are():
+    some = batch()
+    some["old_logprobs"][4:12] = NOT_ASKED
+    require_finite(some)
+    for number in (NAN, INF, -INF):
+        wrong = batch().update({"old_logprobs": some["old_logprobs"].clone()})
+        wrong["old_logprobs"][3] = number
+        with pytest.raises(NonFinite, match=f"old_logprobs is {number} at token 3 of sample 0 of group 40$"):
+            require_finite(wrong)
+
+
 def test_nan_in_a_group_that_the_engine_was_not_asked_for_is_seen_though_the_gate_compares_none_of_it():
     some = batch()
     some["rollout_logprobs"][4:8] = NOT_ASKED
@@ -102,7 +113,10 @@ class World:
         self.step += 1
         return [group(prompt(self.step), [1.0, 0.0], num_tokens=2)]
 
-    async def infer(self, column, batch):
+    def on_policy_rows(self, batch, step):
+        return []
+
+    async def infer(self, column, batch, rows):
         values = torch.full((batch.num_tokens,), -1.0)
         if column == self.columns.get(self.step):
             values[-1] = NAN
@@ -169,7 +183,7 @@ def run(tmp_path):
         )
         trainer = make_trainer(
             TrainerConfig(resume="never", export_hf=False, **cfg),
-            Algorithm(algo, updates_per_step=2, max_response_length=8),
+            Algorithm(algo, max_response_length=8),
             tmp_path,
             source=world,
             workers=world,

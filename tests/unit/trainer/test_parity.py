@@ -5,6 +5,7 @@ import torch
 
 from rlpost.batch import Batch
 from rlpost.trainer.gate import ParityGate
+from rlpost.trainer.nonfinite import NonFinite
 from rlpost.trainer.parity import Parity, ParityError, compare, likely_cause
 from rlpost.trajectory import NOT_ASKED
 
@@ -64,23 +65,63 @@ def test_compare_leaves_out_what_the_engine_was_not_asked_for():
     assert parity.num_tokens == 1 and parity.mean == pytest.approx(0.5)
 
 
-def test_gate_without_old_logprobs_infers_rows_that_it_can_compare():
-    """Three rows of one token, of which the engine was asked about the last."""
+class Inferring:
+    """Trainer ranks that find one logprob for all tokens; `seen`: the engine's logprobs of the rows first asked for."""
 
-    class Workers:
-        async def infer(self, column, batch, temperature=None):
-            self.seen = batch["rollout_logprobs"].tolist()
-            return Batch(batch.cu_seqlens, {column: torch.full((batch.num_tokens,), -1.0)})
+    def __init__(self, logprob=-1.0):
+        self.logprob, self.seen = logprob, None
 
+    async def infer(self, column, batch, *, temperature=None):
+        self.seen = self.seen or batch["rollout_logprobs"].tolist()
+        return Batch(batch.cu_seqlens, {column: torch.full((batch.num_tokens,), self.logprob)})
+
+
+def check(workers, old, rollout, version=1, limit=1e-3, probe_size=2):
+    """What a gate reports of rows of one token each, sampled by version 1."""
     rows = Batch(
-        torch.tensor([0, 1, 2, 3]),
+        torch.arange(len(old) + 1),
         {
-            "rollout_logprobs": torch.tensor([NOT_ASKED, NOT_ASKED, -1.0]),
-            "versions": torch.tensor([1, 1, 1]),
-            "response_mask": torch.tensor([True, True, True]),
+            "old_logprobs": torch.tensor(old),
+            "rollout_logprobs": torch.tensor(rollout),
+            "versions": torch.ones(len(old)),
+            "response_mask": torch.ones(len(old), dtype=torch.bool),
         },
     )
-    workers = Workers()
-    metrics = asyncio.run(ParityGate(workers, limit=1e-3, probe_size=2, n=1, temperature=1.0).check(rows, version=1))
-    assert workers.seen == [-1.0]
-    assert metrics["train_rollout_logprob_abs_diff/mean"].value == 0.0
+    gate = ParityGate(workers, limit=limit, probe_size=probe_size, n=1, temperature=1.0)
+    return asyncio.run(gate.check(rows, version))
+
+
+def test_gate_without_old_logprobs_infers_rows_that_it_can_compare():
+    """The engine was asked about the last two of four rows, the trainer about none, or the others."""
+    for old in ([NOT_ASKED] * 4, [-9.0, -9.0, NOT_ASKED, NOT_ASKED]):
+        workers = Inferring()
+        metrics = check(workers, old, [NOT_ASKED, NOT_ASKED, -1.0, -1.0], probe_size=1)
+        assert workers.seen == [-1.0]
+        assert metrics["train_rollout_logprob_abs_diff/mean"].value == 0.0
+
+
+def test_gate_compares_the_rows_of_which_both_logprobs_are_there_and_infers_none():
+    workers = Inferring()
+    metrics = check(workers, [NOT_ASKED, -1.5, -7.0, NOT_ASKED], [-1.0, -1.0, NOT_ASKED, NOT_ASKED], limit=1.0)
+    assert {name.partition("/")[2]: metric.value for name, metric in metrics.items()} == {
+        "mean": 0.5,
+        "p99": 0.5,
+        "max": 0.5,
+    }
+    assert workers.seen is None
+
+
+def test_gate_infers_nothing_where_the_engine_has_nothing_to_compare_with():
+    workers = Inferring()
+    assert check(workers, [NOT_ASKED, -1.0], [NOT_ASKED, NOT_ASKED]) == {} and workers.seen is None
+    assert check(workers, [NOT_ASKED, NOT_ASKED], [-1.0, -1.0], version=2) == {} and workers.seen is None
+
+
+def test_gate_stops_where_the_rows_that_it_had_to_infer_differ():
+    with pytest.raises(ParityError, match="is 2.00e\\+00 over 1 tokens"):
+        check(Inferring(), [NOT_ASKED, -1.0], [-3.0, NOT_ASKED])
+
+
+def test_gate_stops_where_a_logprob_that_it_had_to_infer_is_no_number():
+    with pytest.raises(NonFinite, match="old_logprobs is nan"):
+        check(Inferring(float("nan")), [NOT_ASKED, NOT_ASKED], [-3.0, -3.0])

@@ -44,7 +44,10 @@ class Workers:
     def __init__(self, reports):
         self.reports = reports
 
-    async def infer(self, column, batch):
+    def on_policy_rows(self, batch, step):
+        return range(len(batch))
+
+    async def infer(self, column, batch, rows):
         return Batch(batch.cu_seqlens, {column: torch.zeros(batch.num_tokens)})
 
     async def train(self, role, batch, objective, step):
@@ -87,7 +90,7 @@ def one_step(tmp_path):
         reporter = Reporter(tmp_path)
         trainer = make_trainer(
             TrainerConfig(resume="never"),
-            Algorithm(AlgoConfig(adv_estimator="gae"), updates_per_step=1, max_response_length=8),
+            Algorithm(AlgoConfig(adv_estimator="gae"), max_response_length=8),
             tmp_path,
             source=Source(),
             workers=Workers(reports),
@@ -117,7 +120,7 @@ def test_checkpoint_is_written_while_no_weights_travel(tmp_path):
 
     trainer = make_trainer(
         TrainerConfig(resume="never", export_hf=False),
-        Algorithm(AlgoConfig(), updates_per_step=1, max_response_length=8),
+        Algorithm(AlgoConfig(), max_response_length=8),
         tmp_path,
         source=Calm(),
         workers=Saving({"actor": {}}),
@@ -161,7 +164,7 @@ class BrokenSource(Source):
 def test_value_error_is_a_mistake_in_the_configuration_only_until_training_begins(tmp_path, method, error):
     trainer = make_trainer(
         TrainerConfig(resume="never"),
-        Algorithm(AlgoConfig(adv_estimator="gae"), updates_per_step=1, max_response_length=8),
+        Algorithm(AlgoConfig(adv_estimator="gae"), max_response_length=8),
         tmp_path,
         source=BrokenSource(method),
         workers=Workers({}),

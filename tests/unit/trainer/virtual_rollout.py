@@ -170,7 +170,7 @@ def build(
     return AsyncSource(
         buffer=GroupBuffer(Limits(groups_per_step=G, **options)),
         prompts=PromptQueue(stream or Stream(), sampler, window),
-        algorithm=Algorithm(AlgoConfig(filter_groups=filtering), updates_per_step=1, max_response_length=64),
+        algorithm=Algorithm(AlgoConfig(filter_groups=filtering), max_response_length=64),
         pool=pool,
         sync=VirtualSync(pool, sync_s),
         spec=SPEC,

@@ -1,7 +1,7 @@
 """Tiny models, ragged batches, and trainer ranks as plain processes (gloo, no Ray)."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+from rlpost.algos.algorithm import Algorithm
 from rlpost.batch import Batch
 from rlpost.host import free_port
 from rlpost.metrics import Metric, Reduce, merge, scalars
@@ -20,6 +21,7 @@ from rlpost.workers.model_worker import ModelWorker, WorkerSetup
 from tests import tiny
 
 VOCAB, EMBEDDING, TEMPERATURE = 37, 40, 0.7
+SEED = 0  # of the shuffle
 
 
 def write_model(folder: Path, tie: bool = True, **overrides: Any) -> Path:
@@ -126,16 +128,21 @@ def run_case(worker: ModelWorker, case: Case) -> dict[str, Any]:
     return result
 
 
-def infer(worker: ModelWorker, role: str, batch: Batch) -> torch.Tensor:
+def infer(worker: ModelWorker, role: str, batch: Batch, rows: Sequence[int] | None = None) -> torch.Tensor:
     max_tokens, key = worker.setup.budget(role)
     parallel = worker.engines["actor"].parallel
     works, rows = plan_infer(
-        batch, ("token_ids", "provenance"), dp_size=parallel.dp_size, max_tokens=max_tokens, key=key
+        batch,
+        ("token_ids", "provenance"),
+        range(len(batch)) if rows is None else rows,
+        dp_size=parallel.dp_size,
+        max_tokens=max_tokens,
+        key=key,
     )
     return assemble(batch, rows, _collect(worker.infer(role, works[parallel.dp_rank]), parallel))
 
 
-def train(worker: ModelWorker, role: str, batch: Batch, loss: CustomLoss) -> dict[str, float]:
+def train(worker: ModelWorker, role: str, batch: Batch, loss: CustomLoss | Algorithm) -> dict[str, float]:
     max_tokens, key = worker.setup.budget(role)
     parallel = worker.engines[role].parallel
     works = plan_train(
@@ -145,7 +152,7 @@ def train(worker: ModelWorker, role: str, batch: Batch, loss: CustomLoss) -> dic
         dp_size=parallel.dp_size,
         max_tokens=max_tokens,
         key=key,
-        seed=0,
+        seed=SEED,
     )
     everyone: list[Any] = [None] * worker.world_size
     torch.distributed.all_gather_object(everyone, worker.train(role, works[parallel.dp_rank], loss))

@@ -8,8 +8,9 @@ from ranks import ragged_batch
 
 from rlpost.algos.aggregate import loss_weights
 from rlpost.batch import Batch
+from rlpost.trajectory import NOT_ASKED
 from rlpost.workers.config import TrainRoleConfig
-from rlpost.workers.dispatch import assemble, mini_batches, plan_infer, plan_train
+from rlpost.workers.dispatch import assemble, mini_batches, on_policy_rows, plan_infer, plan_train
 
 
 def _weigh(mask, cu_seqlens):
@@ -65,11 +66,28 @@ def test_shares_are_those_of_the_whole_mini_batch(dp_size):
             assert torch.equal(got["token_ids"], want["token_ids"])
 
 
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=15), st.integers(1, 5))
-def test_assemble_undoes_plan_infer(lengths, dp_size):
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+@given(st.lists(st.tuples(st.integers(1, 20), st.booleans()), min_size=1, max_size=15), st.integers(1, 5))
+def test_assemble_undoes_plan_infer_and_leaves_the_other_rows_out(sequences, dp_size):
+    cu_seqlens = torch.tensor([0, *(length for length, _ in sequences)]).cumsum(0)
     batch = Batch(cu_seqlens, {"token_ids": torch.arange(int(cu_seqlens[-1]))})
-    works, rows = plan_infer(batch, ("token_ids",), dp_size=dp_size, max_tokens=25, key="key")
+    wanted = [row for row, (_, asked) in enumerate(sequences) if asked]
+    works, rows = plan_infer(batch, ("token_ids",), wanted, dp_size=dp_size, max_tokens=25, key="key")
     assert len({len(work.micro_batches) for work in works}) == 1
+    assert sorted(row for own in rows for row in own) == wanted
     parts = [work.rows["token_ids"].float() for work in works]
-    assert torch.equal(assemble(batch, rows, parts), batch["token_ids"].float())
+    asked = torch.tensor([asked for _, asked in sequences])[batch.row_of_token]
+    assert torch.equal(assemble(batch, rows, parts), torch.where(asked, batch["token_ids"].float(), NOT_ASKED))
+
+
+@given(mini=st.integers(1, 6), epochs=st.integers(1, 3), shuffle=st.booleans(), seed=st.integers(0, 9))
+def test_on_policy_rows_are_those_of_the_first_update_that_no_later_one_trains(mini, epochs, shuffle, seed):
+    cfg = TrainRoleConfig(ppo_mini_batch_size=mini, ppo_epochs=epochs, shuffle=shuffle)
+    batch = ragged_batch().update({"sample_id": torch.arange(10)})
+    works = plan_train(batch, cfg, _weigh, dp_size=2, max_tokens=60, key="key", seed=seed)
+    updates = [
+        {int(row) for work in works for micro in work.micro_batches(work.steps[i]) for row in micro["sample_id"]}
+        for i in range(len(works[0].steps))
+    ]
+    expected = updates[0].difference(*updates[1:])
+    assert on_policy_rows(batch["group"], cfg, seed) == sorted(expected)
+    assert len(expected) == (min(2 * mini, 10) if epochs == 1 else 0)
