@@ -91,19 +91,10 @@ class VLLMEngine(ServedEngine):
             self._llm = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(**arguments, seed=self._seed), usage_context=UsageContext.LLM_CLASS
             )
-            self._check_head()
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
             if "is_checkpoint_format" in inspect.signature(self._llm.start_weight_update).parameters:  # 0.24
                 in_place = await self._llm.collective_rpc("rlpost_loads_in_place")
                 self._update = {"is_checkpoint_format": not all(in_place)}
-
-    def _check_head(self) -> None:
-        config = self._llm.model_config
-        if self._cfg.fp32_lm_head == "on" and config.head_dtype.itemsize < 4:
-            raise ValueError(
-                f"rollout.fp32_lm_head=on: this vLLM rounds logits to {config.dtype}; leave it at auto, or take a vLLM "
-                "whose head_dtype is for models that generate, such as 0.32"
-            )
 
     async def sleep(self, level: int = 1) -> None:
         """See `RolloutEngine.sleep`."""
@@ -234,8 +225,13 @@ def engine_arguments(cfg: RolloutConfig, model: ModelInfo, max_model_len: int, a
     if here.kind == "cpu":
         # A request whose prompt is cut has its generator set back, which CPU generators cannot: the engine would die.
         arguments["enable_chunked_prefill"] = False
+    additional: dict[str, Any] = {}
     if model.embedding_size > model.vocab_size:
-        arguments["additional_config"] = {"rlpost_vocab_size": model.vocab_size}
+        additional["rlpost_vocab_size"] = model.vocab_size
+    if float32_head(cfg, by_itself=False):
+        additional["rlpost_float32_logits"] = True
+    if additional:
+        arguments["additional_config"] = additional
     if not arguments["enforce_eager"] and not _says_what_to_capture(cfg.engine_kwargs):
         arguments["cudagraph_capture_sizes"] = graph_batch_sizes(cfg.max_num_seqs)
     if here.kind == "rocm":

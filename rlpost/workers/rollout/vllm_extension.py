@@ -25,7 +25,10 @@ from rlpost.workers.weight_sync.bucket import Bucket
 from rlpost.workers.weight_sync.reader import BucketReader
 
 BACKEND = "rlpost"
-VOCAB_SIZE_KEY = "rlpost_vocab_size"  # in vLLM's additional_config
+# in vLLM's additional_config
+VOCAB_SIZE_KEY = "rlpost_vocab_size"
+FLOAT32_KEY = "rlpost_float32_logits"
+PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 @dataclass
@@ -46,10 +49,9 @@ def loads_in_place(model: torch.nn.Module) -> bool:
     True on CUDA without quantization, mixture of experts and latent attention: other kernels want weights packed,
     shuffled, absorbed or quantized, which vLLM's layerwise reload does anew, at a millisecond or more a tensor.
     """
-    plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
     methods = [method for m in model.modules() if (method := getattr(m, "quant_method", None)) is not None]
     latent = any(isinstance(module, MLAAttention) for module in model.modules())
-    return current_platform.is_cuda() and not latent and all(type(method) in plain for method in methods)
+    return current_platform.is_cuda() and not latent and all(type(method) in PLAIN for method in methods)
 
 
 class BucketTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -139,14 +141,46 @@ class WorkerExtension:
         return str(torch.cuda.get_device_properties(self.device).uuid)  # type: ignore[attr-defined]
 
 
+class Float32Head:
+    """An output embedding whose logits are float32 `[N, V]`, where vLLM multiplies into those of its model's 16 bits.
+
+    In place of the layer and of its `quant_method`, of which vLLM's `LogitsProcessor` asks `apply`.
+    """
+
+    def __init__(self, head: torch.nn.Module):
+        self._head = head
+        self.quant_method = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._head, name)
+
+    def apply(self, layer: Any, states: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of `states` `[N, H]`."""
+        if states.is_cuda:
+            logits = torch.mm(states, layer.weight.T, out_dtype=torch.float32)
+        else:
+            logits = states.float() @ layer.weight.float().T
+        return logits if bias is None else logits + bias
+
+
 @LogitsProcessor.register_oot
 class TokenizerLogits(LogitsProcessor):
     """Logits of the tokenizer's ids alone: a padded embedding has rows that no token owns, and they are never sampled.
 
     In place of vLLM's own layer in every model. Fewer logits are less work for the sampler, while a per-step logits
-    processor would keep vLLM 0.24 from its faster model runner.
+    processor would keep vLLM 0.24 from its faster model runner. Where `FLOAT32_KEY` is set they are float32, also in a
+    vLLM whose `head_dtype` is not for models that generate (0.24).
     """
 
     def __init__(self, vocab_size: int, org_vocab_size: int | None = None, **kwargs: Any):
-        known = get_current_vllm_config().additional_config.get(VOCAB_SIZE_KEY, vocab_size)
+        config = get_current_vllm_config().additional_config
+        known = config.get(VOCAB_SIZE_KEY, vocab_size)
         super().__init__(vocab_size, min(org_vocab_size or vocab_size, known), **kwargs)
+        own = getattr(self, "head_dtype", None) == torch.float32
+        self._float32 = config.get(FLOAT32_KEY, False) and not own
+
+    def forward(self, lm_head: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """See vLLM's; `hidden_states` are `[N, H]`."""
+        if self._float32 and type(lm_head.quant_method) in PLAIN:
+            lm_head = Float32Head(lm_head)
+        return super().forward(lm_head, hidden_states, *args, **kwargs)

@@ -72,6 +72,8 @@ def test_logits_are_in_float32_where_the_trainer_has_them_so_or_the_user_says_so
     cfg = RolloutConfig(dtype=dtype, fp32_lm_head=switch)
     overrides = engine_arguments(cfg, info(100), 64, ACCEPTED)["hf_overrides"]
     assert overrides == ({"head_dtype": "float32"} if expected else {})
+    additional = engine_arguments(cfg, info(100), 64, ACCEPTED).get("additional_config", {})
+    assert additional == ({"rlpost_float32_logits": True} if expected and switch == "on" else {})
 
 
 def test_every_batch_size_that_occurs_is_captured_unless_the_user_says_which(monkeypatch):
