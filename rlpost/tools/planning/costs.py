@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from rlpost.tools.planning.activations import layer_bytes
 from rlpost.tools.planning.memory import Engine, trained_parameters
 from rlpost.tools.planning.run import Run
+from rlpost.tools.simulation.lengths import LogNormal
 
 FLOAT = 4
 ADAM_BYTES = 28  # of memory traffic a parameter: weights, gradients and moments read, weights and moments written
@@ -15,16 +16,19 @@ class Costs:
     """Named as in `rlpost.tools.simulation.scenario.Scenario`, whose unit is the device-second.
 
     Attributes:
-        decode_step_s, decode_sequence_s, prefill_token_s: of an engine.
+        decode_step_s, decode_sequence_s: of an engine's host.
+        device_step_s, device_sequence_s, prefill_token_s: of its device.
         infer_token_s: of an inference pass over all rows of a step, by column; see `Run.inferred`.
         train_token_s, update_s: of all trained roles together.
         sync_s, move_s: of a weight sync, and of memory that changes hands.
         mfu: model FLOPs of the training pass over the peak, recomputation not counted.
-        bound: what decoding waits for: the engine's host or the device.
+        bound: what decoding of full batches waits for: the engine's host or the device.
     """
 
     decode_step_s: float
     decode_sequence_s: float
+    device_step_s: float
+    device_sequence_s: float
     prefill_token_s: float
     infer_token_s: dict[str, float]
     train_token_s: float
@@ -37,12 +41,16 @@ class Costs:
 
 def predict_costs(run: Run, engine: Engine) -> Costs:
     """Of a step of mean lengths."""
-    decode_step_s, decode_sequence_s, bound = _decoding(run, engine)
+    host_step, host_sequence = _decoding_host(run)
+    device_step, device_sequence = _decoding_device(run, engine)
+    on_host = host_step + engine.slots * host_sequence > device_step + engine.slots * device_sequence
     train, update, mfu = _training(run)
     peak = run.efficiency.matmul * run.device.flops_s * run.tensor_parallel * run.cfg.rollout.n  # samples share prompts
     return Costs(
-        decode_step_s=decode_step_s,
-        decode_sequence_s=decode_sequence_s,
+        decode_step_s=host_step,
+        decode_sequence_s=host_sequence,
+        device_step_s=device_step,
+        device_sequence_s=device_sequence,
         prefill_token_s=2 * run.shape.active_parameters / peak * run.engines_per_device,
         infer_token_s={name: _inference(run, name) for name in run.inferred},
         train_token_s=train,
@@ -50,7 +58,7 @@ def predict_costs(run: Run, engine: Engine) -> Costs:
         sync_s=_sync(run),
         move_s=_move(run, engine),
         mfu=mfu,
-        bound=bound,
+        bound="host" if on_host else "device",
     )
 
 
@@ -123,26 +131,26 @@ def _gathered(run: Run, token_s: float, passes: int) -> float:
     return max(token_s / run.efficiency.sharded, communication / tokens)
 
 
-def _decoding(run: Run, engine: Engine) -> tuple[float, float, str]:
-    """Seconds of a decoding step, seconds for each of its sequences, and whether host or device takes longer."""
+def _decoding_host(run: Run) -> tuple[float, float]:
+    """Seconds of a decoding step in an engine's processes, and for each of its sequences."""
+    constants = run.efficiency
+    sequence = constants.host_sequence_s + constants.logprob_s / run.cfg.logprobs_every
+    return constants.host_step_s, sequence + (constants.sleeping_sequence_s if run.takes_turns else 0.0)
+
+
+def _decoding_device(run: Run, engine: Engine) -> tuple[float, float]:
+    """Seconds of a decoding step on the device, and for each of its sequences; engines of one device take turns."""
     constants, shape, ranks = run.efficiency, run.shape, run.tensor_parallel
     bandwidth = constants.bandwidth * run.device.memory_bytes_s
-    batch = engine.slots
-    device_step = engine.weights * _read_share(run, batch) / bandwidth + shape.layers * constants.layer_s
+    step = engine.weights * _read_share(run, engine.slots) / bandwidth + shape.layers * constants.layer_s
     if ranks > 1:
-        device_step += 2 * shape.layers * constants.all_reduce_s
-    context = run.prompt_tokens + run.mean_length / 2
+        step += 2 * shape.layers * constants.all_reduce_s
+    lengths = LogNormal(run.mean_length, run.workload.tail, run.cfg.data.max_response_length)
+    context = run.prompt_tokens + lengths.mean_position
     states = shape.linear_layers * shape.linear_layer_numbers * FLOAT / ranks
-    device_sequence = (context * engine.cache_token_bytes + 2 * states) / bandwidth
-    device_sequence += 2.0 * shape.active_parameters / ranks / (constants.matmul * run.device.flops_s)
-    asked = constants.logprob_s / run.cfg.logprobs_every
-    host_step, host_sequence = constants.host_step_s, constants.host_sequence_s + asked
-    if run.takes_turns:
-        host_sequence += constants.sleeping_sequence_s
-    turns = run.engines_per_device  # each has a host process of its own, but waits for the device
-    if host_step + batch * host_sequence > turns * (device_step + batch * device_sequence):
-        return host_step, host_sequence, "host"
-    return turns * device_step, turns * device_sequence, "device"
+    read = context * engine.cache_token_bytes + 2 * states + constants.logit_bytes * shape.vocab
+    sequence = read / bandwidth + 2.0 * shape.active_parameters / ranks / (constants.matmul * run.device.flops_s)
+    return run.engines_per_device * step, run.engines_per_device * sequence
 
 
 def _read_share(run: Run, batch: int) -> float:

@@ -15,12 +15,12 @@ class Efficiency:
     16,384 tokens and SmolLM2-135M in packs of 32,768, compiled and not; docs/tools.md has the seconds and bytes. What
     these leave open is set: `matmul`, `head_passes` and `update_s`.
     [two]: fitted to colocated steps of Qwen3-1.7B on two H200. [one]: to those of Qwen3-0.6B and 1.7B on one, with
-    vLLM 0.24 (benchmarks/results/2026-11-30-h200-side-by-side.md).
+    vLLM 0.24; [trace]: a decoding step's there (benchmarks/results/2026-11-30-h200-side-by-side.md).
     """
 
     # time
     matmul: float = 0.8  # of the peak that large matrix products reach; 790 TFLOP/s of an H200
-    bandwidth: float = 0.7  # of the peak that reading weights and KV cache reaches
+    bandwidth: float = 0.75  # of the peak that reading weights and KV cache reaches; 3.6 of 4.8 TB/s [trace]
     forward_traffic: float = 9.4  # bytes moved at peak bandwidth for each byte of activations, not compiled [engine]
     backward_traffic: float = 22.0  # the same in the backward pass of a layer [engine]
     head_passes: float = 4.0  # passes over float32 logits, forward, and again backward
@@ -34,6 +34,7 @@ class Efficiency:
     sleeping_sequence_s: float = 1e-5  # more in runs whose engines sleep, which had others beside them [one]
     logprob_s: float = 2.4e-5  # for each whose logprobs are asked for; of all 1,024: 44.8 ms a step in place of 20.5
     layer_s: float = 2e-5  # of a layer's kernels in a decoding step, however little they do
+    logit_bytes: float = 31  # moved for each logit until a token is sampled from them [trace]
     all_reduce_s: float = 1e-5  # of tensor parallelism, two a layer
     sync_s: float = 0.07  # of a weight sync, and
     sync_bytes_s: float = 100e9  # by IPC, 0.08 to 0.10 s for 3.44e9 bytes [one]; by NCCL not measured anew

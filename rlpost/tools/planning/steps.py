@@ -54,6 +54,8 @@ def scenario_of(run: Run, costs: Costs, engine: Engine) -> Scenario:
         "keep_rate": run.workload.keep_rate,
         "decode_step_s": costs.decode_step_s,
         "decode_sequence_s": costs.decode_sequence_s,
+        "device_step_s": costs.device_step_s,
+        "device_sequence_s": costs.device_sequence_s,
         "prefill_token_s": costs.prefill_token_s,
         "infer_token_s": sum(seconds * run.inferred[column] for column, seconds in costs.infer_token_s.items()),
         "train_token_s": costs.train_token_s,

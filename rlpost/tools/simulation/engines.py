@@ -108,7 +108,9 @@ class Replica:
         self._steps += (passed - prefill) / self._step_s()
 
     def _step_s(self) -> float:
-        return (self._costs.decode_step_s + self._costs.decode_sequence_s * len(self._running)) / self._speed
+        costs, sequences = self._costs, len(self._running)
+        host = costs.decode_step_s + costs.decode_sequence_s * sequences
+        return max(host, costs.device_step_s + costs.device_sequence_s * sequences) / self._speed
 
     def _admit(self) -> None:
         while not self._paused and self._waiting and len(self._running) < self._costs.slots:

@@ -12,6 +12,7 @@ import numpy as np
 from rlpost.tools.simulation.scenario import Scenario
 
 Z99 = NormalDist().inv_cdf(0.99)
+QUANTILES = 1000
 
 
 class Lengths(Protocol):
@@ -57,6 +58,13 @@ class LogNormal:
         mu = self._mu[0] + progress * (self._mu[1] - self._mu[0])
         drawn = np.exp(mu + self._sigma * np.random.default_rng([self._seed, index]).standard_normal(n))
         return np.clip(np.rint(drawn), 1, self._limit).astype(np.int64)
+
+    @property
+    def mean_position(self) -> float:
+        """Tokens that an answer to the first prompt has so far, on average over its decoding steps: E[L^2] / 2 E[L]."""
+        normal = [NormalDist().inv_cdf((i + 0.5) / QUANTILES) for i in range(QUANTILES)]
+        lengths = np.minimum(np.exp(self._mu[0] + self._sigma * np.array(normal)), self._limit)
+        return float((lengths**2).mean() / lengths.mean() / 2)
 
 
 def solve_mu(mean: float, sigma: float, limit: int) -> float:

@@ -41,6 +41,8 @@ class Scenario:
     # what things take; device-seconds are divided by the devices at work
     decode_step_s: float = 0.02  # of a replica, however many sequences
     decode_sequence_s: float = 1e-4  # and for each sequence of its batch
+    device_step_s: float = 0.0  # of its device, where that takes longer than those two, which are then the host's
+    device_sequence_s: float = 0.0
     prefill_token_s: float = 5e-6  # of a replica, for each prompt token
     infer_token_s: float = 1e-4  # device-seconds of inference (old logprobs) for each token trained, if not of all
     train_token_s: float = 3e-4  # device-seconds

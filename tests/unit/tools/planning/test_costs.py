@@ -138,14 +138,14 @@ def test_engines_that_share_a_device_share_what_decoding_takes_of_it():
     assert scenario_of(*host[1]).replicas(1) == (2, 1.0)
     words = ["num_gpus=1", "host_step_s=0", "host_sequence_s=0", "logprob_s=0", "rollout.max_num_seqs=16"]
     one, two = (plan(*LARGE, *words, f"rollout.num_replicas={count}")[1] for count in (1, 2))
-    assert two.decode_step_s == pytest.approx(2 * one.decode_step_s) and two.bound == "device"
+    assert two.device_step_s == pytest.approx(2 * one.device_step_s) and two.bound == "device"
 
 
 def test_reading_weights_and_cache_bounds_a_decoding_step_from_below():
     run, costs, engine = plan(*LARGE, "num_gpus=1", "host_step_s=0", "host_sequence_s=0", "logprob_s=0")
     assert costs.bound == "device"
-    assert costs.decode_step_s > 2 * run.shape.parameters / run.device.memory_bytes_s
-    assert costs.decode_sequence_s > 300 * engine.cache_token_bytes / run.device.memory_bytes_s
+    assert costs.device_step_s > 2 * run.shape.parameters / run.device.memory_bytes_s
+    assert costs.device_sequence_s > 300 * engine.cache_token_bytes / run.device.memory_bytes_s
 
 
 def test_an_engine_that_waits_for_its_host_says_so():
@@ -160,7 +160,7 @@ def test_an_engine_that_waits_for_its_host_says_so():
 
 def test_few_sequences_read_few_experts():
     words = ["num_gpus=1", "hardware=mi350x", "shape=qwen3-30b-a3b", "host_step_s=0", "host_sequence_s=0"]
-    one, many = (plan(*words, f"rollout.max_num_seqs={slots}")[1].decode_step_s for slots in (1, 256))
+    one, many = (plan(*words, f"rollout.max_num_seqs={slots}")[1].device_step_s for slots in (1, 256))
     assert one < many / 4
 
 

@@ -41,6 +41,14 @@ def test_a_step_takes_as_long_as_its_batch_is_large():
     assert ends(scenario, 1, [(4, 10)]) == [(4 * 2.0 + 6 * 1.5, {0: 14})]
 
 
+def test_device_counts_while_it_takes_longer_than_its_host():
+    """Two sequences: 4 steps of 0.4 + 2 x 1.2 s on the device (host: 2 s); one: 6 of 1.6 s (host: 1.5 s)."""
+    scenario = Scenario(**HAND, prefill_token_s=0.0, device_step_s=0.4, device_sequence_s=1.2)
+    assert ends(scenario, 1, [(4, 10)]) == [(pytest.approx(4 * 2.8 + 6 * 1.6), {0: 14})]
+    faster = Scenario(**HAND, prefill_token_s=0.0, device_step_s=0.4, device_sequence_s=0.9)
+    assert ends(faster, 1, [(4, 10)]) == [(pytest.approx(4 * 2.2 + 6 * 1.5), {0: 14})]
+
+
 def test_prompts_are_read_before_the_next_step():
     scenario = Scenario(**HAND, prefill_token_s=0.1)
     assert ends(scenario, 1, [(4, 4)]) == [(2 * 10 * 0.1 + 4 * 2.0, {0: 8})]

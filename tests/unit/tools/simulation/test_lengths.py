@@ -20,6 +20,15 @@ def test_mean_is_kept_whatever_the_cut(mean, tail, limit):
     assert values.min() >= 1 and values.max() <= limit
 
 
+@pytest.mark.parametrize(("mean", "tail", "limit"), [(512, 1, 512), (1032, 4, 4096), (500, 5, 2048), (890, 4, 28672)])
+def test_an_answer_is_as_long_so_far_as_it_is_on_average_over_all_decoding_steps(mean, tail, limit):
+    lengths = LogNormal(mean, tail, limit)
+    values = drawn(lengths).astype(float)
+    positions = (values * (values - 1) / 2).sum() / values.sum()
+    assert lengths.mean_position == pytest.approx(positions, rel=0.06)
+    assert tail > 1 or lengths.mean_position == pytest.approx(mean / 2)
+
+
 def test_tail_is_the_99th_percentile_over_the_mean():
     values = drawn(LogNormal(1000, 5, 10**7))
     assert np.quantile(values, 0.99) / values.mean() == pytest.approx(5, rel=0.06)
