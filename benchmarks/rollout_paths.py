@@ -120,6 +120,8 @@ def bare_vllm_arguments(variant: Variant, info: ModelInfo, args: argparse.Namesp
     }
     if "sync" in variant:
         arguments["async_scheduling"] = False
+    if "noprefix" in variant:
+        arguments["enable_prefix_caching"] = False
     arguments |= variant.executor
     if not {"graphs", "eager"} & variant.changes and not on_cpu:
         arguments["cudagraph_capture_sizes"] = graph_batch_sizes(max_num_seqs)
@@ -203,6 +205,8 @@ def rollout_config(variant: Variant, args: argparse.Namespace) -> RolloutConfig:
     extra: dict[str, Any] = dict(variant.executor)
     if "sync" in variant:
         extra |= {"vllm": {"async_scheduling": False}, "sglang": {"disable_overlap_schedule": True}}[args.engine]
+    if "noprefix" in variant:
+        extra["enable_prefix_caching"] = False
     return RolloutConfig(
         name=args.engine,
         n=args.n,

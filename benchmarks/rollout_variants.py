@@ -20,6 +20,7 @@ START = {
     "sync": "no async scheduling (vLLM) or overlap (SGLang)",
     "sleep": "an engine that can sleep (free_cache_engine), and has slept once; on a CPU none can",
     "mp": "vLLM's worker in a process of its own, whatever is the default",
+    "noprefix": "no prefix cache (vLLM): prompts are read once for each sample, and no block of tokens is hashed",
     "uni": "vLLM's worker in its scheduler's process, whatever is the default",
     "v1": "vLLM's model runner V1, the only one for Qwen2 in 0.24",
     "v2": "vLLM's model runner V2",
