@@ -26,7 +26,7 @@ class Efficiency:
     head_passes: float = 4.0  # passes over float32 logits, forward, and again backward
     compiled_forward: float = 0.58  # of that traffic and those passes, where layers and head are compiled [engine]
     compiled_backward: float = 0.38  # the same backward [engine]
-    sharded: float = 0.8  # of one rank's speed that ranks reach which gather each other's weights [two]
+    sharded: float = 0.9  # of one rank's speed that ranks reach which gather each other's weights; 0.91 measured [two]
     collective: float = 0.7  # of a link's bandwidth that collectives reach; 326 of 450 GB/s measured on two H200
     update_s: float = 0.02  # of an optimizer update beside its memory traffic
     host_step_s: float = 0.003  # of the engine's host, a decoding step
