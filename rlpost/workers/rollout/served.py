@@ -1,5 +1,6 @@
 """What vLLM and SGLang have in common as `RolloutEngine`: admission of requests, and the order of a weight update."""
 
+import asyncio
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from rlpost.workers.rollout.base import Completion, RolloutEngine, SamplingSpec,
 from rlpost.workers.rollout.manifest import UpdateLedger, check_manifest, checkpoint_shapes
 from rlpost.workers.rollout.processes import EngineProcesses
 from rlpost.workers.rollout.requests import Requests
+
+IDLE_POLL_S = 0.02
 
 
 class ServedEngine(RolloutEngine):
@@ -73,7 +76,7 @@ class ServedEngine(RolloutEngine):
         assert self._ledger is not None, "finish_update outside an update"
         self._ledger.finish()
         digests = await self._close_update()
-        await self._drop_cache()  # its keys and values are those of the old weights
+        await self._empty_cache()  # its keys and values are those of the old weights
         if len(digests) != 1:
             raise RuntimeError(
                 f"weight update {version}: tensor-parallel ranks received different bytes: {sorted(digests)}"
@@ -105,8 +108,13 @@ class ServedEngine(RolloutEngine):
         """Tell the engine that this was all; the digests of what its workers received."""
 
     @abstractmethod
-    async def _drop_cache(self) -> None:
-        """Empty the prefix cache."""
+    async def _drop_cache(self) -> bool:
+        """Empty the prefix cache, where that can be done now; whether it is empty."""
+
+    async def _empty_cache(self) -> None:
+        """Empty the prefix cache, which engines do only while idle: they may still be busy with what was aborted."""
+        while not await self._drop_cache():
+            await asyncio.sleep(IDLE_POLL_S)
 
 
 def float32_head(cfg: RolloutConfig, by_itself: bool) -> bool:

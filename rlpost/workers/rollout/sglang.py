@@ -72,7 +72,6 @@ _OFFERED = (
 
 SPARE_TOKENS = 8  # of a request's context, which SGLang keeps for itself
 CPU_KV_TOKENS = 32768  # of the KV cache on CPU, where SGLang would take a share of the whole machine's memory
-IDLE_POLL_S = 0.005
 
 
 @ENGINES.register("sglang")
@@ -110,7 +109,7 @@ class SGLangEngine(ServedEngine):
         if platform().kind != "cpu":
             from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-            await self._drop_cache()
+            await self._empty_cache()
             await self._call(
                 self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=["kv_cache", "weights"]))
             )
@@ -237,10 +236,8 @@ class SGLangEngine(ServedEngine):
             request = getattr(io_struct, f"{edge.capitalize()}WeightUpdateReqInput")()
             await self._succeed(getattr(self._manager, f"{edge}_weight_update")(request))
 
-    async def _drop_cache(self) -> None:
-        """Empty the prefix cache, which SGLang does only while idle: it may still be busy with what was aborted."""
-        while not (await self._call(self._manager.flush_cache())).success:
-            await asyncio.sleep(IDLE_POLL_S)
+    async def _drop_cache(self) -> bool:
+        return (await self._call(self._manager.flush_cache())).success
 
     async def _succeed(self, work: Awaitable[tuple[bool, str]]) -> None:
         success, why = await self._call(work)

@@ -118,8 +118,8 @@ class VLLMEngine(ServedEngine):
         await self._call(self._llm.finish_weight_update())
         return set(await self._call(self._llm.collective_rpc("rlpost_seal_update")))
 
-    async def _drop_cache(self) -> None:
-        await self._call(self._llm.reset_prefix_cache())
+    async def _drop_cache(self) -> bool:
+        return await self._call(self._llm.reset_prefix_cache())
 
     async def device_uuids(self) -> list[str]:
         """See `RolloutEngine.device_uuids`."""
