@@ -49,6 +49,17 @@ COLUMNS: dict[str, Column] = {
 }
 
 
+class NoColumn(KeyError):
+    """A batch has no column `name`, only `columns`."""
+
+    def __init__(self, name: str, columns: list[str]):
+        super().__init__(name, columns)  # both: it must survive pickle, since it travels from ranks to the driver
+        self.name, self.columns = name, columns
+
+    def __str__(self) -> str:
+        return f"batch has no column '{self.name}'; it has {sorted(self.columns)}"
+
+
 class Batch:
     """B sequences with token columns `[N]` and row columns `[B]` (see `COLUMNS`).
 
@@ -94,7 +105,7 @@ class Batch:
             return self.tokens[name]
         if name in self.rows.keys():
             return self.rows[name]
-        raise KeyError(f"batch has no column '{name}'; it has {sorted([*self.tokens.keys(), *self.rows.keys()])}")
+        raise NoColumn(name, [*self.tokens.keys(), *self.rows.keys()])
 
     def columns(self) -> dict[str, torch.Tensor]:
         """Every column by name."""

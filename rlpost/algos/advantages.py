@@ -3,9 +3,9 @@
 A new estimator is one registered function `(batch, cfg) -> {"advantages": [N], ...}`. Groups are found by
 `batch["group"]`, never by position. Rows that are not `usable` take no part in any statistic and get 0; so does every
 row of a group with fewer than two usable rows when the estimator compares within groups. An estimator that reads
-`old_logprobs` has an attribute `reads_old_logprobs = True`: otherwise they are not there, since not all of them are
-inferred. All arithmetic is float64, so
-that equal rewards give exactly equal scores and no tiny difference is blown up by a division by ~0.
+`old_logprobs` has an attribute `reads_old_logprobs = True`, set below its definition: otherwise they are not there,
+since not all of them are inferred. All arithmetic is float64, so that equal rewards give exactly equal scores and no
+tiny difference is blown up by a division by ~0.
 """
 
 from collections.abc import Callable

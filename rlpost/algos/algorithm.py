@@ -14,7 +14,7 @@ from rlpost.algos.filters import Keep, keep_group
 from rlpost.algos.kl import kl_controller, kl_estimate
 from rlpost.algos.losses import POLICY_LOSSES, PolicyTerms, value_loss
 from rlpost.algos.ragged import extremes, weighted_means
-from rlpost.batch import Batch
+from rlpost.batch import Batch, NoColumn
 from rlpost.metrics import Metric, Metrics
 from rlpost.registry import Registry, load_dotted
 from rlpost.trajectory import NOT_ASKED, Group
@@ -112,7 +112,8 @@ class Algorithm:
         """Columns for `batch`: `advantages`, with a critic `returns`, with a KL penalty the `rewards` that include it.
 
         Raises:
-            ValueError: a reward that lies on a token the model did not write.
+            ValueError: a reward that lies on a token the model did not write, or an estimator that reads `old_logprobs`
+                and does not say so.
         """
         _check_rewards(batch)
         if not self._reads_old_logprobs:  # some rows' may be missing: an estimator that reads them must say so
@@ -125,8 +126,19 @@ class Algorithm:
             metrics |= kl_metrics
             batch = Batch(batch.cu_seqlens, batch.columns() | columns)
         metrics |= extremes("critic/rewards", row_scores(batch)[usable])
-        columns |= self._estimator(batch, self.cfg)
+        columns |= self._estimate(batch)
         return columns, metrics | _advantage_metrics(batch, columns)
+
+    def _estimate(self, batch: Batch) -> dict[str, Tensor]:
+        try:
+            return self._estimator(batch, self.cfg)
+        except NoColumn as error:
+            if error.name != "old_logprobs":
+                raise
+            raise ValueError(
+                f"algo.adv_estimator={self.cfg.adv_estimator} reads old_logprobs, which are not inferred for all rows: "
+                "set reads_old_logprobs = True on the function, and they are"
+            ) from error
 
     def _penalised_rewards(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Rewards minus coef * KL at each response token, `[N]`; the controller sees the batch's mean KL."""

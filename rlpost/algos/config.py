@@ -113,7 +113,7 @@ class AlgoConfig:
     name: str = "grpo"  # label of the preset; choose by the group, algo=ppo
 
     # advantages
-    adv_estimator: str = "grpo"  # registered name or dotted path of a function
+    adv_estimator: str = "grpo"  # registered name or dotted path of a function; see `rlpost.algos.advantages`
     gamma: float = 1.0  # discount of later rewards, a token
     lam: float = 1.0  # GAE's decay: 1 is the whole return less the value, 0 one step
     norm_adv_by_std_in_grpo: bool = True  # divide by the group's deviation; false is Dr.GRPO's

@@ -78,7 +78,9 @@ def simulated(args: argparse.Namespace) -> str:
 
 def fitted(args: argparse.Namespace) -> str:
     """Calibrate, save the scenario, and say how well it fits; the text to print."""
-    _, (scenario,) = read_scenario(args.scenario, args.overrides)
+    swept, (scenario, *_) = read_scenario(args.scenario, args.overrides)
+    if swept:
+        raise ValueError(f"--calibrate takes one value of a key; several of {', '.join(swept)}")
     names = [override.partition("=")[0] for override in args.overrides]
     found = calibrate(args.calibrate, {name: getattr(scenario, name) for name in names})
     if args.save is not None:

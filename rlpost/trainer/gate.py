@@ -7,7 +7,7 @@ import torch
 from rlpost.batch import Batch, collate
 from rlpost.metrics import Metrics
 from rlpost.trainer.nonfinite import require_finite
-from rlpost.trainer.parity import NAME, Parity, ParityError, comparable, compare, likely_cause, may_be_kernels
+from rlpost.trainer.parity import NAME, Parity, ParityError, comparable, compare, compared, likely_cause, may_be_kernels
 from rlpost.trainer.repair import RepairError
 from rlpost.trainer.source import RolloutSource
 from rlpost.workers.group import WorkerGroup
@@ -109,10 +109,10 @@ class ParityGate:
 
     async def _explain(self, parity: Parity, batch: Batch, version: int) -> ParityError:
         other = {}
+        batch = batch.select(batch.rows_with(compared(batch, version)))
         for temperature in {1.0, 0.5, 0.7, 0.8, 0.9, 1.2} - {self._temperature}:
-            again = batch.select(range(len(batch)))
-            again.update(await self._workers.infer("old_logprobs", batch, temperature=temperature))
-            other[temperature] = compare(again, version).mean
+            batch.update(await self._workers.infer("old_logprobs", batch, temperature=temperature))
+            other[temperature] = compare(batch, version).mean
         after_push = None if self._source is None else (await self._after_push(self._source, version)).mean
         return ParityError(
             f"{NAME}/mean is {parity.mean:.2e} over {parity.num_tokens} tokens of version {version} "

@@ -31,13 +31,14 @@ class Parity:
     num_tokens: int
 
     def metrics(self) -> Metrics:
-        """`train_rollout_logprob_abs_diff/{mean,p99,max}`."""
+        """`train_rollout_logprob_abs_diff/{mean,p99,max}`, and of how many `tokens`: seldom all of a step's."""
         if not self.num_tokens:
             return {}
         return {
             f"{NAME}/mean": Metric(self.mean, self.num_tokens),
             f"{NAME}/p99": Metric(self.p99, reduce=Reduce.MAX),
             f"{NAME}/max": Metric(self.max, reduce=Reduce.MAX),
+            f"{NAME}/tokens": Metric(float(self.num_tokens), reduce=Reduce.SUM),
         }
 
 
@@ -46,10 +47,14 @@ def comparable(batch: Batch, version: int) -> torch.Tensor:
     return batch["response_mask"] & (batch["versions"] == version) & (batch["rollout_logprobs"] != NOT_ASKED)
 
 
+def compared(batch: Batch, version: int) -> torch.Tensor:
+    """bool `[N]`: the `comparable` tokens of which the trainer's logprob is there too."""
+    return comparable(batch, version) & (batch["old_logprobs"] != NOT_ASKED)
+
+
 def differences(batch: Batch, version: int) -> torch.Tensor:
-    """`rollout_logprobs - old_logprobs` of the `comparable` tokens that have both, float64 `[n]`."""
-    both = comparable(batch, version) & (batch["old_logprobs"] != NOT_ASKED)
-    return (batch["rollout_logprobs"] - batch["old_logprobs"])[both].double()
+    """`rollout_logprobs - old_logprobs` of the `compared` tokens, float64 `[n]`."""
+    return (batch["rollout_logprobs"] - batch["old_logprobs"])[compared(batch, version)].double()
 
 
 def compare(batch: Batch, version: int) -> Parity:

@@ -51,4 +51,6 @@ class Efficiency:
     driver_host_bytes: float = 6.0 * GIB  # driver, Ray, workflows, rewards
 
 
+# rates: what they are a share of, or go through, is divided by them
+DIVISORS = frozenset({"matmul", "bandwidth", "sharded", "collective", "sync_bytes_s"})
 FIELDS = {field.name: field.type for field in dataclasses.fields(Efficiency)}

@@ -1,6 +1,7 @@
 """What is planned: a config, the hardware it is to run on, and what a config does not say (how long answers are)."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from rlpost.config import Config, register, to_object
 from rlpost.overrides import check_overrides, compose
 from rlpost.registry import near
-from rlpost.tools.planning.efficiency import FIELDS, Efficiency
+from rlpost.tools.planning.efficiency import DIVISORS, FIELDS, Efficiency
 from rlpost.tools.planning.hardware import GPUS_PER_NODE, Device, device_of
 from rlpost.tools.planning.shapes import Shape, known_shape, read_shape
 from rlpost.trainer.build import build_algorithm, updates_per_step
@@ -236,10 +237,12 @@ def read_run(words: Sequence[str]) -> Run:
         workload=_typed(Workload, {key: stated.pop(key) for key in list(stated) if key not in FIELDS}),
         efficiency=_typed(Efficiency, stated),
     )
-    if run.mean_length > cfg.data.max_response_length:
-        raise ValueError(
-            f"mean_length={run.mean_length:g} exceeds data.max_response_length={cfg.data.max_response_length}"
-        )
+    for key, limit in (("mean_length", "max_response_length"), ("prompt_tokens", "max_prompt_length")):
+        stated_tokens, most = getattr(run.workload, key), getattr(cfg.data, limit)
+        if stated_tokens is not None and stated_tokens < 1:
+            raise ValueError(f"{key}={stated_tokens:g}: must be >= 1")
+        if getattr(run, key) > most:
+            raise ValueError(f"{key}={getattr(run, key):g} exceeds data.{limit}={most}")
     return run.checked()
 
 
@@ -280,6 +283,8 @@ def _typed(kind: Any, values: dict[str, str]) -> Any:
         wanted = type(getattr(defaults, key)) if getattr(defaults, key) is not None else float
         wanted = int if key == "prompt_tokens" else wanted
         typed[key] = _number(key, value, wanted)
+        if key in DIVISORS and typed[key] == 0:
+            raise ValueError(f"{key}={value}: must be > 0")
     return kind(**typed)
 
 
@@ -290,6 +295,6 @@ def _number(key: str, value: str, kind: type) -> Any:
         number = kind(value)
     except (KeyError, ValueError) as error:
         raise ValueError(f"{key}={value}: expected {kind.__name__}") from error
-    if not number >= 0:
-        raise ValueError(f"{key}={value}: must be >= 0")
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{key}={value}: must be >= 0, and finite")
     return number

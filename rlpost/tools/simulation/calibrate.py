@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
-from rlpost.tools.simulation.lengths import Z99, solve_mu
+from rlpost.tools.simulation.lengths import MAX_TAIL, Z99, solve_mu
 from rlpost.tracking.jsonl import read_jsonl
 from rlpost.trainer.config import AsyncTrainerConfig
 
@@ -136,7 +136,7 @@ def nonnegative_fit(columns: np.ndarray, measured: np.ndarray) -> np.ndarray:
 def alike(columns: np.ndarray) -> bool:
     """Whether the rows of `columns` (`[n, k]`) differ by no more than a twentieth, up to a common factor."""
     singular = np.linalg.svd(columns / np.maximum(columns.max(axis=0), 1e-12), compute_uv=False)
-    return bool(singular[1] < 0.05 * len(columns) ** 0.5)
+    return len(columns) == 1 or bool(singular[1] < 0.05 * len(columns) ** 0.5)
 
 
 def tail_of(mean: float, limit: int, length: float, reached: float) -> float:
@@ -147,7 +147,7 @@ def tail_of(mean: float, limit: int, length: float, reached: float) -> float:
         sigma = (low + high) / 2
         beyond = 1 - normal.cdf((log(length) - solve_mu(mean, sigma, limit)) / sigma)
         low, high = (sigma, high) if beyond < reached else (low, sigma)
-    return exp(Z99 * low - low**2 / 2)
+    return min(MAX_TAIL, exp(Z99 * low - low**2 / 2))
 
 
 def read_steps(run: Path, known: Mapping[str, Any]) -> list[Step]:
@@ -163,6 +163,8 @@ def read_steps(run: Path, known: Mapping[str, Any]) -> list[Step]:
     if "devices" not in facts:
         raise ValueError(f"{run}: does not tell how many devices it ran on; add devices=<number>")
     rows = [row for row in read_jsonl(metrics) if "timing_s/generate" in row]
+    if any(key.startswith("async/") for row in rows for key in row):
+        raise ValueError(f"{metrics}: of an asynchronous run, whose generation overlaps training; name a colocated one")
     # waves of dynamic sampling overlap nothing: such steps are not one generation of known size
     rows = [row for row in rows[SKIPPED:] if not any(k.startswith("groups/dropped") and row[k] for k in row)]
     if not rows:

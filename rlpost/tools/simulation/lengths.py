@@ -12,6 +12,7 @@ import numpy as np
 from rlpost.tools.simulation.scenario import Scenario
 
 Z99 = NormalDist().inv_cdf(0.99)
+MAX_TAIL = math.floor(100 * math.exp(Z99**2 / 2)) / 100  # of a log-normal; rounded down, as messages say it
 QUANTILES = 1000
 
 
@@ -42,15 +43,14 @@ class LogNormal:
     def __init__(
         self, mean: float, tail: float, limit: int, grow_to: float | None = None, grow_over: int = 1, seed: int = 1
     ):
-        largest = math.exp(Z99**2 / 2)
-        if not 1.0 <= tail <= largest:
-            raise ValueError(f"tail={tail:g}: a log-normal p99 is between 1 and {largest:.1f} times the mean")
-        for value in (mean, grow_to or mean):
+        if not 1.0 <= tail <= MAX_TAIL:
+            raise ValueError(f"tail={tail:g}: a log-normal p99 is between 1 and {MAX_TAIL} times the mean")
+        for key, value in (("mean_length", mean), ("grow_to", mean if grow_to is None else grow_to)):
             if not 1 <= value <= limit:
-                raise ValueError(f"mean_length or grow_to {value:g}: must be between 1 and max_length={limit}")
+                raise ValueError(f"{key}={value:g}: must be between 1 and max_length={limit}")
         self._sigma = Z99 - math.sqrt(Z99**2 - 2 * math.log(tail))
         self._limit, self._grow_over, self._seed = limit, max(1, grow_over), seed
-        self._mu = [solve_mu(value, self._sigma, limit) for value in (mean, grow_to or mean)]
+        self._mu = [solve_mu(value, self._sigma, limit) for value in (mean, mean if grow_to is None else grow_to)]
 
     def __call__(self, index: int, n: int) -> np.ndarray:
         """See `Lengths`."""
@@ -117,6 +117,8 @@ def read_recorded(folder: Path, seed: int = 1) -> Recorded:
         with open(path) as file:
             for line in file:
                 row = json.loads(line)
+                if not row.keys() >= {"group", "num_tokens"}:
+                    raise ValueError(f"lengths={folder}: {path.name} holds other rows than those of rollouts")
                 groups[path.stem, row["group"]].append(max(1, row["num_tokens"]))
     if not groups:
         raise ValueError(f"lengths={folder}: holds no rollouts; runs write them with trainer.rollout_data_dir=FOLDER")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
@@ -70,21 +71,32 @@ class Scenario:
 
     def __post_init__(self) -> None:
         positive = ("devices", "devices_per_replica", "slots", "batch", "n", "mean_length", "tail", "max_length")
-        for key in (*positive, "sync_bytes_per_s", "steps_per_batch", "updates", "batches"):
-            if not getattr(self, key) > 0:
-                raise ValueError(f"{key}={getattr(self, key)}: must be > 0")
+        optional = tuple(key for key in ("batch_devices", "grow_to") if getattr(self, key) is not None)
+        for key in (*positive, *optional, "sync_bytes_per_s", "steps_per_batch", "updates", "batches"):
+            if not 0 < getattr(self, key) < math.inf:
+                raise ValueError(f"{key}={getattr(self, key)}: must be > 0, and finite")
         for key in (field.name for field in dataclasses.fields(self) if field.name.endswith("_s")):
-            if getattr(self, key) < 0:
-                raise ValueError(f"{key}={getattr(self, key)}: must be >= 0 seconds")
+            if not 0 <= getattr(self, key) < math.inf:
+                raise ValueError(f"{key}={getattr(self, key)}: must be >= 0 seconds, and finite")
+        for key in ("prompt_tokens", "weight_bytes", "warmup", "seed", "staleness_threshold"):
+            if not 0 <= getattr(self, key) < math.inf:
+                raise ValueError(f"{key}={getattr(self, key)}: must be >= 0, and finite")
+        for key in ("trigger_parameter_sync_step", "max_concurrent_groups"):
+            if getattr(self, key) is not None and getattr(self, key) < 1:
+                raise ValueError(f"{key}={getattr(self, key)}: must be >= 1")
         for key in ("rollout_share", "keep_rate"):
             if not 0 < getattr(self, key) <= 1:
                 raise ValueError(f"{key}={getattr(self, key)}: must be > 0 and <= 1")
-        if self.decode_step_s + self.decode_sequence_s == 0:
-            raise ValueError("decode_step_s=0 and decode_sequence_s=0: sampling takes no time; set one of them")
+        if self.decode_step_s + self.decode_sequence_s + self.device_step_s + self.device_sequence_s == 0:
+            raise ValueError(
+                "decode_step_s=0 and decode_sequence_s=0, and no device_step_s or device_sequence_s: sampling takes no "
+                "time; set one of them"
+            )
         if self.rollout_share == 1.0:
             raise ValueError("rollout_share=1: leaves no device to train on")
-        if self.delivery not in DELIVERIES:
-            raise ValueError(f"delivery={self.delivery}: expected one of {', '.join(DELIVERIES)}")
+        for key, known in (("delivery", DELIVERIES), ("on_stale", tuple(OnStale))):
+            if getattr(self, key) not in known:
+                raise ValueError(f"{key}={getattr(self, key)}: expected one of {', '.join(known)}")
         if self.batch % self.steps_per_batch:
             raise ValueError(f"batch={self.batch} is not divisible by steps_per_batch={self.steps_per_batch}")
         _ = self.limits
@@ -142,8 +154,7 @@ def read_scenario(path: Path | None, overrides: Iterable[str] = ()) -> tuple[dic
     Raises:
         ValueError: an unknown key or a value that is not of the key's type.
     """
-    base = {} if path is None else json.loads(Path(path).read_text())
-    values = {key: [_value(key, value)] for key, value in base.items()}
+    values = {key: [_value(key, value)] for key, value in _read(path).items()}
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
@@ -155,16 +166,32 @@ def read_scenario(path: Path | None, overrides: Iterable[str] = ()) -> tuple[dic
     return swept, scenarios
 
 
+def _read(path: Path | None) -> dict[str, Any]:
+    """The JSON object at `path`."""
+    if path is None:
+        return {}
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: no scenario: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: no scenario: expected a JSON object of keys and values")
+    return found
+
+
 def _value(key: str, value: Any) -> Any:
     hints = get_type_hints(Scenario)
     if key not in hints:
         raise ValueError(f"'{key}' is no key of a scenario; {near(key, hints)}")
+    kinds = getattr(hints[key], "__args__", (hints[key],))
+    kind = next(t for t in kinds if t is not type(None))
     if value is None or value in ("null", ""):
+        if len(kinds) == 1:
+            raise ValueError(f"{key}=null: expected {kind.__name__}")
         return None
-    kind = next(t for t in getattr(hints[key], "__args__", (hints[key],)) if t is not type(None))
     try:
         if kind is bool:
             return {"true": True, "false": False}[str(value).lower()]
         return kind(value)
-    except (KeyError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{key}={value}: expected {kind.__name__}") from error

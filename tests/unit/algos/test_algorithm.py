@@ -9,7 +9,7 @@ import torch
 from rlpost.algos.algorithm import Algorithm
 from rlpost.algos.config import AlgoConfig, FilterGroupsConfig, KLControlConfig, RolloutCorrectionConfig
 from rlpost.algos.losses import POLICY_LOSSES, PolicyTerms, TokenLoss
-from rlpost.batch import Batch
+from rlpost.batch import Batch, NoColumn
 from rlpost.metrics import Reduce, merge
 from rlpost.trajectory import NOT_ASKED
 
@@ -370,13 +370,20 @@ def ratio_estimator(batch, cfg):
 def test_estimator_that_reads_old_logprobs_says_so_and_gets_all(make_batch, monkeypatch):
     batch = full_batch(make_batch)
     monkeypatch.setitem(sys.modules, "own_estimators", SimpleNamespace(ratio=ratio_estimator))
-    with pytest.raises(KeyError, match="no column 'old_logprobs'"):
+    with pytest.raises(ValueError, match="algo.adv_estimator=own_estimators.ratio reads .* reads_old_logprobs = True"):
         algorithm(adv_estimator="own_estimators.ratio").advantages(batch)
     monkeypatch.setattr(ratio_estimator, "reads_old_logprobs", True, raising=False)
     algo = algorithm(adv_estimator="own_estimators.ratio")
     assert algo.needs(4, [0, 1])["old_logprobs"] == EVERY
     columns, _ = algo.advantages(batch)
     assert torch.equal(columns["advantages"], ratio_estimator(batch, algo.cfg)["advantages"])
+
+
+def test_other_columns_that_an_estimator_misses_are_named_as_they_are(make_batch, monkeypatch):
+    monkeypatch.setitem(sys.modules, "own_estimators", SimpleNamespace(missing=lambda batch, cfg: batch["entropy"]))
+    with pytest.raises(NoColumn, match="no column 'entropy'; it has .*'rewards'") as caught:
+        algorithm(adv_estimator="own_estimators.missing").advantages(full_batch(make_batch))
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def own_loss(terms: PolicyTerms, cfg: AlgoConfig) -> TokenLoss:

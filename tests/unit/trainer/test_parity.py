@@ -107,8 +107,17 @@ def test_gate_compares_the_rows_of_which_both_logprobs_are_there_and_infers_none
         "mean": 0.5,
         "p99": 0.5,
         "max": 0.5,
+        "tokens": 1.0,
     }
     assert workers.seen is None
+
+
+def test_gate_tries_other_temperatures_on_the_tokens_that_it_compared():
+    """The trainer's logprob would be right for the first row, which was not compared."""
+    workers = Inferring(-1.0)
+    with pytest.raises(ParityError, match="over 1 tokens .*higher throughout"):
+        check(workers, [NOT_ASKED, -9.0], [-1.0, -3.0], limit=1.5)
+    assert workers.seen == [-3.0]
 
 
 def test_gate_infers_nothing_where_the_engine_has_nothing_to_compare_with():

@@ -151,11 +151,12 @@ def test_shared_devices_train_and_generate_at_once():
 
 
 def test_cache_is_what_the_share_leaves_and_bounds_the_slots():
-    engine = predict_memory(read_run([*GPU_8B, "mean_length=1000", "prompt_tokens=24"])).engine
+    long = [*GPU_8B, "data.max_prompt_length=256"]
+    engine = predict_memory(read_run([*long, "mean_length=1000", "prompt_tokens=24"])).engine
     assert engine.cache_token_bytes == 2 * 36 * 8 * 128 * 2
     assert engine.weights + engine.cache + engine.workspace == pytest.approx(0.5 * 139.8 * GIB)
     small = predict_memory(
-        read_run([*GPU_8B, "mean_length=2000", "prompt_tokens=256", "rollout.gpu_memory_utilization=0.2"])
+        read_run([*long, "mean_length=2000", "prompt_tokens=256", "rollout.gpu_memory_utilization=0.2"])
     ).engine
     assert small.slots == int(small.cache / small.cache_token_bytes / 2256) < engine.slots == 256
 

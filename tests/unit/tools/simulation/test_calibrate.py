@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlpost.tools.simulation.calibrate import SKIPPED, alike, calibrate, nonnegative_fit, tail_of
-from rlpost.tools.simulation.lengths import solve_mu
+from rlpost.tools.simulation.lengths import LogNormal, solve_mu
 from rlpost.tools.simulation.runs import simulate_colocated
 from rlpost.tools.simulation.scenario import Scenario
 from rlpost.trainer.config import AsyncTrainerConfig
@@ -106,10 +106,24 @@ def test_runs_that_tell_nothing_are_named(tmp_path):
         calibrate([tmp_path / "none"], {})
     with pytest.raises(ValueError, match="add devices=<number>"):
         calibrate([run / "metrics.jsonl"], {})
+    rows = [json.loads(line) | {"async/staleness/mean": 1.0} for line in open(run / "metrics.jsonl")]
+    (tmp_path / "async.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match="of an asynchronous run"):
+        calibrate([tmp_path / "async.jsonl"], {"devices": 8})
     rows = [json.loads(line) | {"groups/dropped_all_1": 3.0} for line in open(run / "metrics.jsonl")]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ValueError, match="filter_groups.enable=false"):
         calibrate([run], {})
+
+
+def test_one_usable_step_cannot_tell_costs_apart(tmp_path):
+    found = calibrate([write_run(tmp_path / "a", 32, 8, 1, steps=SKIPPED + 1)], {})
+    assert [note.partition(":")[0] for note in found.notes] == ["generate", "train", "sync"]
+    assert Scenario(**found.values).batch == 32
+
+
+def test_longest_tail_can_be_simulated():
+    assert Scenario(tail=tail_of(100, 10**9, 10**6, 0.5)) and LogNormal(100, tail_of(100, 10**9, 10**6, 0.5), 10**9)
 
 
 def test_fit_never_uses_a_negative_cost_or_one_without_need():

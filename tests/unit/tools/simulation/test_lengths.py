@@ -47,10 +47,20 @@ def test_mean_grows_from_prompt_to_prompt_and_then_stays():
 
 
 def test_impossible_lengths_are_named():
-    with pytest.raises(ValueError, match="tail=20: a log-normal p99 is between 1 and 15.0"):
+    with pytest.raises(ValueError, match="tail=20: a log-normal p99 is between 1 and 14.96 times"):
         LogNormal(100, 20, 1000)
-    with pytest.raises(ValueError, match="mean_length or grow_to 2000: must be between 1 and max_length=1000"):
+    with pytest.raises(ValueError, match="grow_to=2000: must be between 1 and max_length=1000"):
         LogNormal(100, 4, 1000, grow_to=2000)
+    with pytest.raises(ValueError, match="mean_length=0.5: must be between 1 and max_length=1000"):
+        LogNormal(0.5, 4, 1000)
+
+
+@pytest.mark.parametrize("tail", [1.0, 14.96])
+@pytest.mark.parametrize("mean", [1.0, 100.0, 1000.0])
+def test_limits_that_messages_name_are_themselves_legal(mean, tail):
+    lengths = LogNormal(mean, tail, 1000)
+    assert mean < 1000.0 or lengths(0, 1000).min() == 1000  # at the limit there is nothing left to vary
+    assert 0 < lengths.mean_position <= 1000
 
 
 def test_recorded_groups_are_drawn_whole(tmp_path):
@@ -65,4 +75,7 @@ def test_recorded_groups_are_drawn_whole(tmp_path):
 
 def test_a_folder_without_rollouts_is_named(tmp_path):
     with pytest.raises(ValueError, match="holds no rollouts; .*trainer.rollout_data_dir"):
+        read_recorded(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match="metrics.jsonl holds other rows than those of rollouts"):
         read_recorded(tmp_path)

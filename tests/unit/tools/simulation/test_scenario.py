@@ -27,13 +27,41 @@ def test_overrides_beat_the_file_and_lists_multiply(tmp_path):
         ("batch=510", "batch=510 is not divisible by steps_per_batch=4"),
         ("sync_s=-1", "sync_s=-1.0: must be >= 0 seconds"),
         ("max_staleness=1", "trainer.max_staleness=1 with trainer.trigger_parameter_sync_step=4"),
-        ("on_stale=never", "never"),
+        ("on_stale=never", "on_stale=never: expected one of wait, drop, abort"),
+        ("decode_step_s=nan", "decode_step_s=nan: must be >= 0 seconds, and finite"),
+        ("train_token_s=inf", "train_token_s=inf: must be >= 0 seconds, and finite"),
+        ("mean_length=null", "mean_length=null: expected float"),
+        ("devices=", "devices=null: expected float"),
+        ("batch_devices=0", "batch_devices=0.0: must be > 0"),
+        ("grow_to=0", "grow_to=0.0: must be > 0"),
+        ("warmup=-1", "warmup=-1: must be >= 0"),
+        ("prompt_tokens=-5", "prompt_tokens=-5: must be >= 0"),
+        ("weight_bytes=-1", "weight_bytes=-1.0: must be >= 0"),
+        ("max_concurrent_groups=0", "max_concurrent_groups=0: must be >= 1"),
+        ("trigger_parameter_sync_step=0", "trigger_parameter_sync_step=0: must be >= 1"),
+        ("staleness_threshold=-1", "staleness_threshold=-1.0: must be >= 0"),
         ("delivery=random", "expected one of issued, bounded, finished"),
     ],
 )
 def test_wrong_values_are_named(override, message):
     with pytest.raises(ValueError, match=message):
         read_scenario(None, [override])
+
+
+@pytest.mark.parametrize("text", [None, "[1]", '{"devices": 2', '{"devices": [2, 4]}'])
+def test_file_that_is_no_scenario_is_named(tmp_path, text):
+    path = tmp_path / "s.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=r"s\.json: no scenario|devices=\[2, 4\]: expected float"):
+        read_scenario(path)
+
+
+def test_sampling_may_wait_for_the_device_alone_but_not_for_nothing():
+    host = {"decode_step_s": 0.0, "decode_sequence_s": 0.0}
+    assert Scenario(**host, device_step_s=0.01).device_step_s == 0.01
+    with pytest.raises(ValueError, match="sampling takes no time"):
+        Scenario(**host)
 
 
 def test_batch_grows_with_the_devices_where_asked():

@@ -50,6 +50,7 @@ def test_calibrated_costs_make_a_scenario_that_is_compared_with_an_async_run(tmp
 def test_wrong_input_ends_with_its_fix_on_standard_error(tmp_path, capsys):
     assert main(["tali=3"]) == 1 and "did you mean 'tail'" in capsys.readouterr().err.replace('"', "'")
     assert main(["--calibrate", str(tmp_path)]) == 1 and "no such file" in capsys.readouterr().err
+    assert main(["--calibrate", str(tmp_path), "n=2,4"]) == 1 and "several of n" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text("")
     assert main([*QUICK, "--against", str(tmp_path)]) == 1 and "no async step" in capsys.readouterr().err
     with pytest.raises(SystemExit):
