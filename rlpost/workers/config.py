@@ -213,7 +213,7 @@ class RolloutConfig:
     top_k: int = -1  # -1: refused otherwise
     stop_token_ids: list[int] = field(default_factory=list)  # besides the tokenizer's EOS and the model's
     dtype: str = "auto"  # auto (as actor.dtype), float32, bfloat16 or float16
-    fp32_lm_head: str = "auto"  # logits in float32 from 16 bits, as the trainer has them on CUDA: auto (vLLM there), on, off
+    fp32_lm_head: str = "auto"  # logits in float32 as the trainer has them on CUDA: auto (vLLM there), on, off
     tensor_model_parallel_size: int = 1  # devices that share an engine
     num_replicas: int | None = None  # null: as many as the devices hold; a multiple of that: several engines a device
     gpu_memory_utilization: float = 0.5  # share of a GPU's memory for weights and cache of its engines, all together
