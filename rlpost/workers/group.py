@@ -143,11 +143,15 @@ class WorkerGroup:
                 be `NOT_ASKED` at `on_policy_rows` of this step and nowhere else.
             objective: an `Algorithm`, a `CustomLoss`, or a picklable `MicroLoss`.
             step: of the trainer, seeds the shuffle.
+
+        Raises:
+            ValueError: `old_logprobs` of another row are `NOT_ASKED`.
         """
         objective = objective if hasattr(objective, "loss_weights") else CustomLoss(objective)
         if role == "actor" and "old_logprobs" in batch:
             missing = set(batch.rows_with(batch["old_logprobs"] == NOT_ASKED).tolist())
-            assert missing <= set(self.on_policy_rows(batch, step)), "a later update would take its policy for the old"
+            if later := sorted(missing.difference(self.on_policy_rows(batch, step))):
+                raise ValueError(f"old_logprobs of row {later[0]} are missing, but a later update trains it")
         max_tokens, key = self._setup.budget(role)
         size = self._sequence_size(role)
         works = plan_train(
