@@ -58,9 +58,19 @@ def _sample(x: Tensor) -> Tensor:
 def compile_layer(layer: nn.Module) -> None:
     """Compile what the layer computes; hooks of FSDP and gradient checkpointing, which come later, stay around it.
 
-    The first pack gives a graph of its lengths, the second, if it differs, one of any.
+    The first pack gives a graph of its lengths, the second, if it differs, one of any: of any number of sequences too
+    where `varies` marked it.
     """
     layer.forward = torch.compile(layer.forward)
+
+
+def varies(tensor: Tensor) -> None:
+    """Tell torch.compile that dimension 0 differs between calls, before it has seen that.
+
+    Tokens of two packs nearly always differ, their number of sequences often not until a later step, which would then
+    wait for another compilation.
+    """
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 @functools.cache

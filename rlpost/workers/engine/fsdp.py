@@ -17,7 +17,7 @@ from rlpost.metrics import Metric, Metrics, Reduce, merge
 from rlpost.platform import platform
 from rlpost.trajectory import Provenance
 from rlpost.workers.config import ModelConfig, TrainRoleConfig
-from rlpost.workers.engine import attention, checkpoint, head, optim
+from rlpost.workers.engine import attention, checkpoint, compiling, head, optim
 from rlpost.workers.engine.base import MicroLoss, Output, TrainEngine
 from rlpost.workers.engine.loading import load_sharded
 from rlpost.workers.engine.parallel import make_parallel
@@ -178,7 +178,10 @@ class FSDPEngine(TrainEngine):
         token_ids, targets = self._targets(batch, padding)
         part = self._slice(num_tokens + padding)
         rows = head.predicts(cu_seqlens, targets, num_tokens + padding)[part].nonzero().squeeze(-1)
-        packing = attention.Packing(self._send(cu_seqlens.int()), max(2, int(lengths.max())), group)
+        bounds = self._send(cu_seqlens.int())
+        if self.model.compiled:
+            compiling.varies(bounds)
+        packing = attention.Packing(bounds, max(2, int(lengths.max())), group)
         main, extra = self.model(
             self._send(token_ids[part]), self._send(positions[part]), packing,
             self._send(rows), self._send(head.next_tokens(token_ids)[part][rows]),

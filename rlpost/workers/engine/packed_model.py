@@ -19,9 +19,9 @@ class PackedModel(nn.Module):
     Backbone and head run within one `forward`, so that FSDP's root has gathered embedding and head when they are used.
     """
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int, compile_head: bool = False):
+    def __init__(self, model: PreTrainedModel, vocab_size: int, compiled: bool = False):
         super().__init__()
-        self.compile_head = compile_head
+        self.compiled = compiled
         self.model = model
         self.vocab_size = vocab_size
         self.is_critic = hasattr(model, "score")
@@ -75,7 +75,7 @@ class PackedModel(nn.Module):
         head = self.model.get_output_embeddings()
         logprobs, entropies = token_logprobs(
             hidden, head.weight, head.bias, rows, targets,
-            temperature=temperature, vocab_size=self.vocab_size, entropy=entropy, compile=self.compile_head,
+            temperature=temperature, vocab_size=self.vocab_size, entropy=entropy, compile=self.compiled,
         )  # fmt: skip
         zeros = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         spread = zeros.index_put((rows,), logprobs)

@@ -76,6 +76,20 @@ def test_layers_of_a_kind_share_what_is_compiled(family, kinds, tmp_path, compil
     assert 0 < few == programs(6)
 
 
+def test_another_number_of_sequences_compiles_nothing_new(tmp_path, compiles_with):
+    compiles_with("eager")
+    engine = make_engine(write_model(tmp_path), model={"compile": "on"})
+
+    def programs(rows: range) -> int:
+        engine.forward([weighed().select(rows)])
+        engine.train_step([weighed().select(rows)], policy_loss)
+        return torch._dynamo.utils.counters["frames"]["ok"]
+
+    programs(range(3))
+    seen = programs(range(3, 6))  # as many sequences, other lengths
+    assert programs(range(2, 7)) == programs(range(8)) == programs(range(5, 7)) == seen
+
+
 def test_what_is_given_up_is_told(tmp_path, compiles_with, monkeypatch, caplog):
     compiles_with("eager")
     monkeypatch.setattr(compiling, "RECOMPILE_LIMIT", 1)
