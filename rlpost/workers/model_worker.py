@@ -268,8 +268,15 @@ class ModelWorker:
         return Place(host_id(), (platform().device_uuid(),))
 
     @heartbeat.during("publish")
-    def open_sender(self, transport: str, dtype: str, bucket_bytes: int, num_readers: int, timeout_s: float) -> None:
-        """Choose how the actor's weights leave this rank, for all updates to come; see `Sender`."""
+    def open_sender(
+        self, transport: str, dtype: str, bucket_bytes: int, readers: dict[str, int], timeout_s: float
+    ) -> None:
+        """Choose how the actor's weights leave this rank, for all updates to come; see `Sender`.
+
+        `readers` counts the processes that receive, by the uuid of their device.
+        """
+        here = transport == "ipc"
+        num_readers = readers.get(platform().device_uuid(), 0) if here else sum(readers.values())
         if self._sender is not None:
             self._sender.abandon()
         self._sender = Sender(

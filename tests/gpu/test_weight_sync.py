@@ -1,4 +1,4 @@
-"""Broadcasts between devices: the trainer on device 0, and a reader on each of the others."""
+"""Weights between processes: through memory of device 0, or by broadcast to a reader on each of the other devices."""
 
 import numpy as np
 import pytest
@@ -10,10 +10,8 @@ from rlpost.workers.weight_sync.reader import MISSED
 from rlpost.workers.weight_sync.sender import Sender
 from tests.unit.workers.weight_sync.readers import ReaderProcess, Weights
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.gpu
+two_gpus = pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 SMALL = 500  # bytes of a bucket; the largest tensor makes it larger
 
@@ -51,8 +49,8 @@ def check_update(sender: Sender, weights: Weights, readers: list[ReaderProcess])
     received: list[dict] = [{} for _ in readers]
     num_buckets, bucket = 0, sender.next_bucket()
     while bucket:
-        for reader in readers:
-            reader.ask("read", bucket)
+        for number, reader in enumerate(readers):
+            reader.ask("read", bucket | {"reader": dict.fromkeys(bucket.get("handles", ()), number)})
         num_buckets, bucket = num_buckets + 1, sender.next_bucket()
         for reader, tensors in zip(readers, received, strict=True):
             tensors |= reader.answer()
@@ -63,6 +61,18 @@ def check_update(sender: Sender, weights: Weights, readers: list[ReaderProcess])
     check_digests([sender.close()], digests(readers), 1)
 
 
+@pytest.mark.parametrize("num_readers", [1, 2])
+def test_mapped_memory_is_free_again_after_each_update(num_readers, start):
+    readers = start([0] * num_readers)
+    sender, weights = make_sender("ipc", num_readers)
+    check_update(sender, weights, readers)
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        check_update(sender, weights, readers)
+    assert torch.cuda.memory_allocated() == before
+
+
+@two_gpus
 def test_nccl_gives_every_other_device_the_weights(start):
     readers = start(others())
     for seed in range(2):  # another sender is another group
@@ -72,6 +82,7 @@ def test_nccl_gives_every_other_device_the_weights(start):
         sender.abandon()
 
 
+@two_gpus
 def test_gloo_serves_two_readers_of_one_device(start):
     readers = start([1, 1])
     sender, weights = make_sender("gloo", 2)
@@ -79,6 +90,7 @@ def test_gloo_serves_two_readers_of_one_device(start):
     sender.abandon()
 
 
+@two_gpus
 def test_nccl_reader_that_dies_ends_neither_the_trainer_nor_the_others(start):
     *survivors, mortal = start(others())
     weights = Weights(0, {"a": (3,), "b": (8192, 4096), "c": (8192, 4096)})  # more than NCCL holds for who is not there

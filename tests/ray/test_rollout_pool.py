@@ -77,8 +77,9 @@ class Trainers:
     def place(self):
         return Place(host_id(), ("cpu",))
 
-    def open_sender(self, transport, dtype, bucket_bytes, *group):
-        self.sender = Sender(transport, self.trainer, getattr(torch, dtype), bucket_bytes, *group)
+    def open_sender(self, transport, dtype, bucket_bytes, readers, timeout_s):
+        num_readers = sum(readers.values())
+        self.sender = Sender(transport, self.trainer, getattr(torch, dtype), bucket_bytes, num_readers, timeout_s)
 
     def weight_manifest(self):
         return self.sender.manifest()

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -181,11 +181,17 @@ class RolloutPool:
         return list((await self.call_each(method, *args)).values())
 
     async def call_each(
-        self, method: str, *args: Any, limit_s: float | None = None, on_loss: OnLoss | None = None
+        self,
+        method: str,
+        *args: Any,
+        each: Mapping[int, Any] | None = None,
+        limit_s: float | None = None,
+        on_loss: OnLoss | None = None,
     ) -> dict[int, Any]:
         """As `call`; results by replica. One that is found dead is excluded, and missing from the results.
 
         Args:
+            each: a last argument by replica.
             limit_s: a replica that does not answer by then counts as dead; None: `rollout.answer_timeout_s`.
             on_loss: called as soon as one is excluded, while others may still be at work.
 
@@ -197,7 +203,8 @@ class RolloutPool:
         async def ask(replica: int, engine: ActorHandle) -> tuple[int, Any] | None:
             self._begun[replica] += 1
             try:
-                answer = own(engine.call.remote(method, *args))
+                last = () if each is None else (each[replica],)
+                answer = own(engine.call.remote(method, *args, *last))
                 limit = self.cfg.answer_timeout_s if limit_s is None else limit_s
                 return replica, await within(limit, answer, f"rollout replica {replica}", f"'{method}'")
             except LOST as error:

@@ -5,6 +5,7 @@ import functools
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from rlpost.workers.weight_sync.bucket import Bucket, Tensors, num_bytes
 from rlpost.workers.weight_sync.collective import GroupSpec, cancel
 from rlpost.workers.weight_sync.reader import MISSED
 from rlpost.workers.weight_sync.sender import BROADCAST
-from rlpost.workers.weight_sync.topology import choose_transport
+from rlpost.workers.weight_sync.topology import choose_transport, number_readers
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class BucketSync(WeightSync):
         self._trainers, self._pool, self._disjoint = trainers, pool, disjoint
         self._transport: str | None = None
         self._connected: Mapping[int, Any] = {}  # replicas to which there is a way
+        self._readers: Mapping[int, Mapping[str, int]] = {}  # see `number_readers`
 
     async def connect(self) -> None:
         """See `WeightSync.connect`."""
@@ -72,13 +74,13 @@ class BucketSync(WeightSync):
         transport = choose_transport(cfg.weight_sync, trainers, engines, self._disjoint)
         if transport != self._transport:
             logger.info("weights travel by %s (replicas: %d)", transport, len(engines))
-        self._transport, self._connected = transport, replicas
+        self._transport, self._connected, self._readers = transport, replicas, number_readers(engines)
         await self._trainers.call_async(
             "open_sender",
             transport,
             str(platform().dtype(cfg.dtype)).removeprefix("torch."),
             cfg.update_weights_bucket_megabytes << 20,
-            sum(len(place.devices) for place in engines.values()),
+            dict(Counter(uuid for place in engines.values() for uuid in place.devices)),
             cfg.weight_sync_timeout_s,
         )
 
@@ -134,11 +136,14 @@ class BucketSync(WeightSync):
         return num_buckets
 
     async def _load(self, bucket: Bucket) -> None:
-        await self._ask("load_bucket", bucket, on_loss=functools.partial(self._cancel, bucket))
+        each = {replica: bucket | {"reader": numbers} for replica, numbers in self._readers.items()}
+        await self._ask("load_bucket", each=each, on_loss=functools.partial(self._cancel, bucket))
 
-    async def _ask(self, method: str, *args: Any, on_loss: OnLoss | None = None) -> dict[int, Any]:
+    async def _ask(
+        self, method: str, *args: Any, each: Mapping[int, Any] | None = None, on_loss: OnLoss | None = None
+    ) -> dict[int, Any]:
         limit_s = PATIENCE * self._pool.cfg.weight_sync_timeout_s
-        answers = await self._pool.call_each(method, *args, limit_s=limit_s, on_loss=on_loss)
+        answers = await self._pool.call_each(method, *args, each=each, limit_s=limit_s, on_loss=on_loss)
         if not answers:
             raise EngineLost("no rollout replica is left to take the weights")
         return answers

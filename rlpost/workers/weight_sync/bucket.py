@@ -8,8 +8,8 @@ import torch
 ALIGNMENT_BYTES = 64
 DIGEST_MASK = 2**63 - 1  # digests are told without their sign: -1 means something else
 
-# names, shapes, dtypes, offsets; `used`: bytes up to the end of the last one; and where the bytes are, which
-# `Buffer.where` of its transport says
+# names, shapes, dtypes, offsets; `used`: bytes up to the end of the last one; where the bytes are, which `Buffer.where`
+# of its transport says; and of "ipc" `reader`: by device uuid, which of the handles there is this engine's (first: 0)
 Bucket = dict[str, Any]
 Tensors = dict[str, tuple[tuple[int, ...], str]]  # name -> (shape, dtype name), as in WeightManifest.tensors
 

@@ -56,16 +56,21 @@ class HostBuffer(_Mapped):
 
 
 class DeviceBuffer(_Mapped):
-    """Memory of this process's device, exported once for as long as it lives."""
+    """Memory of this process's device, exported to each of its readers as soon as one is told of it.
 
-    def __init__(self, nbytes: int):
+    torch pairs an export with one release: what is released never, or by two readers of one export, is not freed.
+    """
+
+    def __init__(self, nbytes: int, num_readers: int):
         self.data = torch.empty(nbytes, dtype=torch.uint8, device=platform().device())
-        _, arguments = reduce_tensor(self.data)
-        self._handle = {platform().device_uuid(): pickle.dumps(arguments).hex()}
+        self._num_readers = num_readers
+        self._exports: list[str] = []
 
     def where(self) -> dict[str, Any]:
-        """One handle, keyed by the uuid of the device it is good on."""
-        return {"handles": self._handle}
+        """A handle for each reader, keyed by the uuid of the device they are good on."""
+        if not self._exports:
+            self._exports = [pickle.dumps(reduce_tensor(self.data)[1]).hex() for _ in range(self._num_readers)]
+        return {"handles": {platform().device_uuid(): self._exports}}
 
 
 class BroadcastBuffer:
@@ -92,8 +97,8 @@ class BroadcastBuffer:
             self._broadcaster.wait(self._sending)
 
 
-def make_buffer(transport: str, nbytes: int, broadcaster: Broadcaster | None) -> Buffer:
-    """A buffer for `transport`; "gloo" and "nccl" need the broadcaster."""
+def make_buffer(transport: str, nbytes: int, num_readers: int, broadcaster: Broadcaster | None) -> Buffer:
+    """A buffer for `transport`; "gloo" and "nccl" need the broadcaster, "ipc" the number of readers on this device."""
     if broadcaster is not None:
         return BroadcastBuffer(nbytes, broadcaster)
-    return HostBuffer(nbytes) if transport == "shm" else DeviceBuffer(nbytes)
+    return HostBuffer(nbytes) if transport == "shm" else DeviceBuffer(nbytes, num_readers)

@@ -83,8 +83,8 @@ class BucketReader:
         uuid = platform().device_uuid(self._device.index or 0)
         if uuid not in bucket["handles"]:
             raise ValueError(f"no trainer rank sits on device {uuid} (they sit on {sorted(bucket['handles'])})")
-        key = bucket["handles"][uuid]
-        if key not in self._mapped:  # once for each export: torch pairs one export with one release
+        key = bucket["handles"][uuid][bucket.get("reader", {}).get(uuid, 0)]
+        if key not in self._mapped:  # once for each export, as `DeviceBuffer` says
             arguments = list(pickle.loads(bytes.fromhex(key)))
             arguments[6] = self._device.index or 0  # the sender's number of the device may differ from ours
             self._mapped[key] = rebuild_cuda_tensor(*arguments)

@@ -3,6 +3,7 @@
 The sender fills one buffer while the readers are at the other.
 """
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -35,7 +36,7 @@ class Sender:
         engine: gives the weights.
         dtype: what the inference engine computes in.
         bucket_bytes: size of one buffer; a larger tensor makes it larger.
-        num_readers: processes that receive; of "gloo" and "nccl".
+        num_readers: processes that receive: of "gloo" and "nccl" all, of "ipc" those on this rank's device.
         timeout_s: for the readers to join, and for each bucket to reach them all; of "gloo" and "nccl".
     """
 
@@ -45,10 +46,11 @@ class Sender:
         engine: TrainEngine,
         dtype: torch.dtype,
         bucket_bytes: int,
-        num_readers: int = 0,
+        num_readers: int = 1,
         timeout_s: float = 300.0,
     ):
         self._transport, self._engine, self._dtype, self._bucket_bytes = transport, engine, dtype, bucket_bytes
+        self._num_readers = num_readers
         self._writes = transport == "ipc" or not dist.is_initialized() or dist.get_rank() == 0
         self._broadcaster: Broadcaster | None = None
         if self._writes and transport in BROADCAST:
@@ -104,7 +106,8 @@ class Sender:
     def _fill(self) -> Iterator[Bucket]:
         capacity = self._capacity()
         if self._writes:
-            self._buffers = [make_buffer(self._transport, capacity, self._broadcaster) for _ in range(2)]
+            make = functools.partial(make_buffer, self._transport, capacity, self._num_readers, self._broadcaster)
+            self._buffers = [make(), make()]
         bucket, used = empty_bucket(), 0
         for name, tensor in self._engine.named_weights(self._dtype):
             nbytes = tensor.numel() * tensor.element_size()

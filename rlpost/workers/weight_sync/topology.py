@@ -15,6 +15,16 @@ class Place:
     devices: tuple[str, ...]
 
 
+def number_readers(engines: Mapping[int, Place]) -> dict[int, dict[str, int]]:
+    """Which of the readers on each of its devices a replica is, from 0: replica -> uuid -> number."""
+    seen: Counter[str] = Counter()
+    numbers: dict[int, dict[str, int]] = {}
+    for replica, place in engines.items():
+        numbers[replica] = {uuid: seen[uuid] for uuid in place.devices}
+        seen.update(place.devices)
+    return numbers
+
+
 def choose_transport(asked: str, trainers: Sequence[Place], engines: Mapping[int, Place], disjoint: bool) -> str:
     """ "shm", "ipc", "gloo" or "nccl".
 

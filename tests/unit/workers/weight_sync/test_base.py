@@ -5,8 +5,8 @@ from rlpost.workers.weight_sync.reader import MISSED
 
 
 def test_ranks_merge_into_one_bucket():
-    ranks = [{"names": ["a"], "handles": {f"GPU-{i}": f"h{i}"}} for i in range(2)]
-    assert merge_ranks(ranks) == {"names": ["a"], "handles": {"GPU-0": "h0", "GPU-1": "h1"}}
+    ranks = [{"names": ["a"], "handles": {f"GPU-{i}": [f"h{i}"]}} for i in range(2)]
+    assert merge_ranks(ranks) == {"names": ["a"], "handles": {"GPU-0": ["h0"], "GPU-1": ["h1"]}}
     assert merge_ranks([{"names": ["a"], "path": "/p"}, {"names": ["a"]}]) == {"names": ["a"], "path": "/p"}
     assert merge_ranks([None, None]) is None
 

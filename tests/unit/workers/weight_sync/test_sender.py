@@ -1,9 +1,11 @@
+import itertools
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from rlpost.workers.weight_sync import buffers, reader
 from rlpost.workers.weight_sync.bucket import digest_of
 from rlpost.workers.weight_sync.reader import BucketReader
 from rlpost.workers.weight_sync.sender import Sender
@@ -51,6 +53,30 @@ def test_another_process_reads_the_buffer():
     )
     printed = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True, text=True).stdout
     assert int(printed) == sender.close()
+
+
+@pytest.mark.parametrize("bucket_bytes, num_buffers", [(1, 2), (1 << 20, 1)])
+def test_each_export_of_device_memory_has_one_reader(bucket_bytes, num_buffers, monkeypatch):
+    """torch frees what as many readers have released as it was exported to: no more, no fewer."""
+    exported, opened = itertools.count(), []
+
+    def rebuild(*arguments):
+        opened.append(arguments[-1])
+        return torch.zeros(1 << 12, dtype=torch.uint8)
+
+    monkeypatch.setattr(buffers, "reduce_tensor", lambda tensor: (None, [*range(7), next(exported)]))
+    monkeypatch.setattr(reader, "rebuild_cuda_tensor", rebuild)
+    sender = Sender("ipc", Weights(), torch.float32, bucket_bytes, num_readers=2)
+    readers = [BucketReader(), BucketReader()]
+    for update in (1, 2):
+        while bucket := sender.next_bucket():
+            for number, one in enumerate(readers):
+                list(one.read(bucket | {"reader": {"cpu": number}}))
+        for one in readers:
+            one.close()
+        sender.close()
+        assert sorted(opened) == list(range(update * num_buffers * 2))
+    assert next(exported) == len(opened)
 
 
 @pytest.mark.parametrize("change", ["one bit", "swapped tensors", "other name"])

@@ -1,6 +1,6 @@
 import pytest
 
-from rlpost.workers.weight_sync.topology import Place, choose_transport
+from rlpost.workers.weight_sync.topology import Place, choose_transport, number_readers
 
 CPU = Place("here", ("cpu",))
 
@@ -23,6 +23,11 @@ def test_auto_follows_the_devices(disjoint):
         ([gpus("A")], [gpus("A"), gpus("B")], host_memory),  # one of them on rank 0's
     ]:
         assert choose_transport("auto", trainers, dict(enumerate(engines)), disjoint) == expected
+
+
+def test_readers_of_a_device_are_numbered():
+    engines = {1: gpus("A", "B"), 2: gpus("B"), 5: gpus("A"), 6: gpus("C", host="there"), 7: gpus("A")}
+    assert number_readers(engines) == {1: {"A": 0, "B": 0}, 2: {"B": 1}, 5: {"A": 1}, 6: {"C": 0}, 7: {"A": 2}}
 
 
 @pytest.mark.parametrize("asked", ["shm", "gloo", "nccl"])
