@@ -51,7 +51,7 @@ def predict_costs(run: Run, engine: Engine) -> Costs:
         decode_sequence_s=host_sequence,
         device_step_s=device_step,
         device_sequence_s=device_sequence,
-        prefill_token_s=2 * run.shape.active_parameters / peak * run.engines_per_device,
+        prefill_token_s=2 * run.shape.active_parameters / peak * _turns(run),
         infer_token_s={name: _inference(run, name) for name in run.inferred},
         train_token_s=train,
         update_s=update,
@@ -134,8 +134,7 @@ def _gathered(run: Run, token_s: float, passes: int) -> float:
 def _decoding_host(run: Run) -> tuple[float, float]:
     """Seconds of a decoding step in an engine's processes, and for each of its sequences."""
     constants = run.efficiency
-    sequence = constants.host_sequence_s + constants.logprob_s / run.cfg.logprobs_every
-    return constants.host_step_s, sequence + (constants.sleeping_sequence_s if run.takes_turns else 0.0)
+    return constants.host_step_s, constants.host_sequence_s + constants.logprob_s / run.cfg.logprobs_every
 
 
 def _decoding_device(run: Run, engine: Engine) -> tuple[float, float]:
@@ -150,7 +149,13 @@ def _decoding_device(run: Run, engine: Engine) -> tuple[float, float]:
     states = shape.linear_layers * shape.linear_layer_numbers * FLOAT / ranks
     read = context * engine.cache_token_bytes + 2 * states + constants.logit_bytes * shape.vocab
     sequence = read / bandwidth + 2.0 * shape.active_parameters / ranks / (constants.matmul * run.device.flops_s)
-    return run.engines_per_device * step, run.engines_per_device * sequence
+    turns = _turns(run)
+    return turns * step, turns * sequence
+
+
+def _turns(run: Run) -> float:
+    """How many times as long as alone an engine waits for a device that it may share with others."""
+    return run.engines_per_device / (run.efficiency.shared_card if run.engines_per_device > 1 else 1.0)
 
 
 def _read_share(run: Run, batch: int) -> float:

@@ -27,11 +27,11 @@ class Efficiency:
     compiled_forward: float = 0.58  # of that traffic and those passes, where layers and head are compiled [engine]
     compiled_backward: float = 0.38  # the same backward [engine]
     sharded: float = 0.9  # of one rank's speed that ranks reach which gather each other's weights; 0.91 measured [two]
+    shared_card: float = 0.74  # of its speed that a card reaches whose engines take turns on it [one]
     collective: float = 0.7  # of a link's bandwidth that collectives reach; 326 of 450 GB/s measured on two H200
     update_s: float = 0.02  # of an optimizer update beside its memory traffic
     host_step_s: float = 0.003  # of the engine's host, a decoding step
     host_sequence_s: float = 1.7e-5  # and for each sequence; 20.5 ms at 1,024 measured with vLLM 0.24 and SmolLM2
-    sleeping_sequence_s: float = 1e-5  # more in runs whose engines sleep, which had others beside them [one]
     logprob_s: float = 2.4e-5  # for each whose logprobs are asked for; of all 1,024: 44.8 ms a step in place of 20.5
     layer_s: float = 2e-5  # of a layer's kernels in a decoding step, however little they do
     logit_bytes: float = 31  # moved for each logit until a token is sampled from them [trace]
@@ -52,5 +52,5 @@ class Efficiency:
 
 
 # rates: what they are a share of, or go through, is divided by them
-DIVISORS = frozenset({"matmul", "bandwidth", "sharded", "collective", "sync_bytes_s"})
+DIVISORS = frozenset({"matmul", "bandwidth", "sharded", "shared_card", "collective", "sync_bytes_s"})
 FIELDS = {field.name: field.type for field in dataclasses.fields(Efficiency)}

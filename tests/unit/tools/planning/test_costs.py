@@ -94,20 +94,22 @@ def test_old_logprobs_take_time_for_the_rows_that_the_first_update_does_not_trai
     assert inferring == {name: pytest.approx(seconds.get(column, 0.0)) for column, name in names.items()}
 
 
-@pytest.mark.parametrize("shape, packed, longest, mean, phases, step_s, reserved_gib, card_gib", [
-    ("qwen3-0.6b", 16384, 512, 512, {"generate": 8.9, "update": 3.2, "sync": 0.1}, 13.2, 40.3, 81.1),
-    ("qwen3-1.7b", 8192, 4096, 1032, {"generate": 28.9, "update": 13.4, "sync": 0.1}, 42.9, None, 92.6),
+@pytest.mark.parametrize("shape, longest, mean, engines, phases, step_s, reserved_gib, card_gib", [
+    ("qwen3-0.6b", 512, 512, 1, {"generate": 7.5, "update": 3.0, "sync": 0.1}, 10.9, 40.3, 81.1),
+    ("qwen3-0.6b", 512, 512, 2, {"generate": 6.4, "update": 3.0, "sync": 0.1}, 9.8, 42.1, 83.4),
+    ("qwen3-1.7b", 4096, 1032, 1, {"generate": 27.8, "update": 12.7, "sync": 0.1}, 41.1, 76.5, 92.9),
+    ("qwen3-1.7b", 4096, 1032, 2, {"generate": 41.2, "update": 13.8, "sync": 0.1}, 55.8, None, 97.6),
 ])  # fmt: skip
 def test_a_colocated_step_on_one_gpu_is_near_what_was_measured(
-    shape, packed, longest, mean, phases, step_s, reserved_gib, card_gib
+    shape, longest, mean, engines, phases, step_s, reserved_gib, card_gib
 ):
-    """benchmarks/results/2026-11-30-h200-side-by-side.md; the trainer's peak at 1.7B is 12% too low."""
+    """benchmarks/results/2026-11-30-h200-alone.md; the last row, in packs of 8,192, 2026-11-30-h200-side-by-side.md."""
     run = read_run([
         "hardware=h200", "num_gpus=1", f"shape={shape}", "algo.use_kl_loss=false", "rollout.n=8", "tail=4",
         "model.enable_gradient_checkpointing=false", "rollout.logprobs_every=16", "data.train_batch_size=64",
-        f"actor.ppo_max_token_len_per_gpu={packed}", "actor.ppo_mini_batch_size=64", "data.max_prompt_length=256",
+        "actor.ppo_max_token_len_per_gpu=16384", "actor.ppo_mini_batch_size=64", "data.max_prompt_length=256",
         f"data.max_response_length={longest}", "prompt_tokens=66", f"mean_length={mean}", "rollout.max_num_seqs=512",
-        "rollout.gpu_memory_utilization=0.5",
+        "rollout.gpu_memory_utilization=0.5", f"rollout.num_replicas={engines}",
     ])  # fmt: skip
     memory = predict_memory(run)
     found = predict_step(run, predict_costs(run, memory.engine), memory.engine)
@@ -138,7 +140,7 @@ def test_engines_that_share_a_device_share_what_decoding_takes_of_it():
     assert scenario_of(*host[1]).replicas(1) == (2, 1.0)
     words = ["num_gpus=1", "host_step_s=0", "host_sequence_s=0", "logprob_s=0", "rollout.max_num_seqs=16"]
     one, two = (plan(*LARGE, *words, f"rollout.num_replicas={count}")[1] for count in (1, 2))
-    assert two.device_step_s == pytest.approx(2 * one.device_step_s) and two.bound == "device"
+    assert two.device_step_s == pytest.approx(2 * one.device_step_s / 0.74) and two.bound == "device"
 
 
 def test_reading_weights_and_cache_bounds_a_decoding_step_from_below():
@@ -153,9 +155,7 @@ def test_an_engine_that_waits_for_its_host_says_so():
     constants = run.efficiency
     assert costs.bound == "host"
     assert costs.decode_step_s == constants.host_step_s
-    asked = constants.host_sequence_s + constants.logprob_s / run.cfg.logprobs_every
-    assert costs.decode_sequence_s == asked + constants.sleeping_sequence_s
-    assert plan(*SMALL, "rollout.free_cache_engine=false")[1].decode_sequence_s == asked
+    assert costs.decode_sequence_s == constants.host_sequence_s + constants.logprob_s / run.cfg.logprobs_every
 
 
 def test_few_sequences_read_few_experts():
