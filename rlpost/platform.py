@@ -100,6 +100,10 @@ class Platform:
         """Peak device memory reserved by this process since the last reset; 0 on CPU."""
         return 0 if self.kind == "cpu" else torch.cuda.max_memory_reserved()
 
+    def held_memory_bytes(self) -> int:
+        """Device memory that tensors of this process hold now, cached memory not counted; 0 on CPU."""
+        return 0 if self.kind == "cpu" else torch.cuda.memory_allocated()
+
     def reset_peak_memory(self) -> None:
         """Start a new peak."""
         if self.kind != "cpu":

@@ -1,6 +1,8 @@
 """`ModelWorker`: one process of the trainer, holding actor, reference and critic of its device."""
 
 import functools
+import logging
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,10 +24,13 @@ from rlpost.workers.config import ActorConfig, CriticConfig, ModelConfig, RefCon
 from rlpost.workers.dispatch import InferWork, TrainWork
 from rlpost.workers.engine.base import Output
 from rlpost.workers.engine.fsdp import FSDPEngine
+from rlpost.workers.growth import Growth
 from rlpost.workers.model import ModelInfo
 from rlpost.workers.weight_sync.bucket import Bucket, Tensors
 from rlpost.workers.weight_sync.sender import Sender
 from rlpost.workers.weight_sync.topology import Place
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,6 +124,7 @@ class ModelWorker:
         self._sender: Sender | None = None
         self._profiler: torch.profiler.profile | None = None
         self._settled = False
+        self._growth: defaultdict[str, Growth] = defaultdict(Growth)  # by role
 
     # --- life ---
 
@@ -210,6 +216,9 @@ class ModelWorker:
         Weights are then those that this update began with, on all ranks: the rest of the step is not trained.
         """
         platform().reset_peak_memory()
+        held = platform().held_memory_bytes()
+        if wrong := self._growth[role].look(held):
+            logger.warning("rank %d, %s: %s", self.rank, role, wrong)
         engine = self.engines[role]
         loss = objective.value_loss if role == "critic" else objective.policy_loss
         parts: list[Metrics] = []
@@ -223,7 +232,10 @@ class ModelWorker:
             self._settled = True
         named = {name if "/" in name else f"{role}/{name}": metric for name, metric in metrics.items()}
         peak = platform().peak_memory_bytes() / 2**30
-        return named | {"perf/max_memory_reserved_gb": Metric(peak, reduce=Reduce.MAX)}
+        return named | {
+            "perf/max_memory_reserved_gb": Metric(peak, reduce=Reduce.MAX),
+            "perf/memory_at_rest_gb": Metric(held / 2**30, reduce=Reduce.MAX),
+        }
 
     # --- memory ---
 
