@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 
-from rlpost.tools.planning.advice import advise
+from rlpost.tools.planning.advice import advise, faster
 from rlpost.tools.planning.costs import predict_costs
 from rlpost.tools.planning.memory import predict_memory
 from rlpost.tools.planning.report import Plan, as_json, as_text
@@ -41,7 +41,8 @@ def make_plan(run: Run) -> Plan:
     """Predict everything; the step time only where an engine can work at all."""
     memory = predict_memory(run)
     step = None if memory.engine.problem else predict_step(run, predict_costs(run, memory.engine), memory.engine)
-    return Plan(run=run, memory=memory, advice=advise(run, memory.phases), step=step)
+    changes = faster(run, step.step_s) if step is not None and memory.fits else []
+    return Plan(run=run, memory=memory, advice=advise(run, memory.phases), step=step, faster=changes)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlpost.tools.planning.advice import Advice
+from rlpost.tools.planning.advice import Advice, Faster
 from rlpost.tools.planning.hardware import GIB
 from rlpost.tools.planning.memory import Memory, Phase
 from rlpost.tools.planning.run import Run
@@ -20,6 +20,7 @@ class Plan:
     memory: Memory
     advice: list[Advice]
     step: StepTime | None
+    faster: list[Faster]
 
     @property
     def fits(self) -> bool:
@@ -38,6 +39,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "engine": dataclasses.asdict(plan.memory.engine),
         "step": None if plan.step is None else dataclasses.asdict(plan.step),
         "advice": [dataclasses.asdict(advice) for advice in plan.advice],
+        "faster": [dataclasses.asdict(change) for change in plan.faster],
         "hardware": dataclasses.asdict(run.device),
         "efficiency": dataclasses.asdict(run.efficiency),
     }
@@ -145,6 +147,8 @@ def _step(plan: Plan) -> str:
     )
     if step.trainer_idle is not None and step.rollout_idle is not None:
         text += f"; trainer idle {step.trainer_idle:.0%}, rollout idle {step.rollout_idle:.0%}"
+    if plan.faster:
+        text += "\n\nFaster, each by itself:\n" + "\n".join(f"- {change}" for change in plan.faster)
     return text
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from rlpost.tools.planning.advice import Advice, advise, changed
+from rlpost.tools.plan import make_plan
+from rlpost.tools.planning.advice import LEAST_GAIN, Advice, Faster, advise, changed
 from rlpost.tools.planning.hardware import GIB
 from rlpost.tools.planning.memory import predict_memory
 from rlpost.tools.planning.run import read_run
@@ -57,3 +58,40 @@ def test_what_fits_needs_no_advice():
 def test_advice_reads_like_the_command_line():
     advice = Advice(phase="train", change={"a.b": True, "c": 0.25, "d": 8}, total_bytes=3 * GIB)
     assert str(advice) == "train: a.b=true c=0.25 d=8 (3 GiB)"
+
+
+FAST = [
+    "hardware=h200", "num_gpus=2", "rollout.n=8", "data.train_batch_size=128", "actor.ppo_mini_batch_size=128",
+    "data.max_prompt_length=256", "data.max_response_length=2048", "mean_length=500", "rollout.max_num_seqs=512",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words, wanted, unwanted", [
+    (["shape=qwen3-0.6b", "model.enable_gradient_checkpointing=true"], {"model.enable_gradient_checkpointing"}, set()),
+    (["shape=qwen3-0.6b", "data.max_response_length=512", "tail=4", "prompt_tokens=66"],
+     {"rollout.num_replicas", "rollout.free_cache_engine"}, set()),
+    (["shape=qwen3-1.7b", "rollout.num_replicas=4", "mean_length=1000", "data.max_response_length=4096"],
+     {"rollout.num_replicas"}, {"model.enable_gradient_checkpointing"}),
+    (["shape=qwen3-1.7b", "rollout.tensor_model_parallel_size=2"], {"rollout.tensor_model_parallel_size"}, set()),
+    # full to the brim: nothing that needs memory is named
+    (["shape=qwen3-8b", "model.enable_gradient_checkpointing=true", "actor.ppo_max_token_len_per_gpu=65536"],
+     set(), {"model.enable_gradient_checkpointing", "rollout.free_cache_engine"}),
+])  # fmt: skip
+def test_what_makes_a_step_faster_fits_and_gives_what_it_says(words, wanted, unwanted):
+    plan = make_plan(read_run([*FAST, *words]))
+    assert plan.step is not None
+    named = {key for change in plan.faster for key in change.change}
+    assert wanted <= named and not unwanted & named
+    for change in plan.faster:
+        after = make_plan(changed(plan.run, change.change))
+        assert after.fits and after.step is not None
+        assert after.step.step_s == change.step_s <= (1 - LEAST_GAIN) * plan.step.step_s
+    assert plan.faster == sorted(plan.faster, key=lambda change: change.step_s)
+
+
+def test_a_plan_that_does_not_fit_names_nothing_faster():
+    assert make_plan(read_run(CASES["state"])).faster == []
+
+
+def test_a_faster_way_reads_like_the_command_line():
+    assert str(Faster(change={"rollout.num_replicas": 2}, step_s=9.81)) == "rollout.num_replicas=2 (9.81 s)"
