@@ -218,7 +218,7 @@ class ModelWorker:
         platform().reset_peak_memory()
         held = platform().held_memory_bytes()
         if wrong := self._growth[role].look(held):
-            logger.warning("rank %d, %s: %s", self.rank, role, wrong)
+            logger.warning("%s: %s", role, wrong)  # without the rank, so that the driver tells it once for all alike
         engine = self.engines[role]
         loss = objective.value_loss if role == "critic" else objective.policy_loss
         parts: list[Metrics] = []

@@ -62,7 +62,8 @@ class DeviceBuffer(_Mapped):
     """
 
     def __init__(self, nbytes: int, num_readers: int):
-        self.data = torch.empty(nbytes, dtype=torch.uint8, device=platform().device())
+        # not empty: the digest counts what lies between tensors too, and every rank's must be the same
+        self.data = torch.zeros(nbytes, dtype=torch.uint8, device=platform().device())
         self._num_readers = num_readers
         self._exports: list[str] = []
 

@@ -79,6 +79,20 @@ def test_each_export_of_device_memory_has_one_reader(bucket_bytes, num_buffers, 
     assert next(exported) == len(opened)
 
 
+def test_ranks_that_send_the_same_weights_agree_on_their_digest(monkeypatch):
+    """Whatever was in a device's memory before, between the tensors of a bucket."""
+    monkeypatch.setattr(buffers, "reduce_tensor", lambda tensor: (None, []))
+    digests = []
+    for junk in (1, 2):
+        with monkeypatch.context() as device:
+            device.setattr(torch, "empty", lambda n, junk=junk, **kwargs: torch.full((n,), junk, **kwargs))
+            sender = Sender("ipc", Weights(), torch.float32, 500)
+            while sender.next_bucket():
+                pass
+        digests.append(sender.close())
+    assert digests[0] == digests[1]
+
+
 @pytest.mark.parametrize("change", ["one bit", "swapped tensors", "other name"])
 def test_digest_notices(change):
     data, names = torch.arange(192, dtype=torch.uint8), ["a", "b"]
