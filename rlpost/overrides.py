@@ -23,6 +23,7 @@ from rlpost.verl_keys import from_verl
 
 logger = logging.getLogger(__name__)
 
+_QUOTES = "\"' "
 GROUPS = (*SECTIONS, "experiment")
 MISFIT = (HydraException, OmegaConfBaseException, AttributeError)  # AttributeError: `+key=...` beyond the schema
 
@@ -47,10 +48,10 @@ def check_overrides(overrides: list[str]) -> str | None:
 
     A key counts as unread when no job of the sweep reads it: `algo=ppo,grpo critic.optim.lr=1e-5` is fine.
     """
-    try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
-    except HydraException as error:
-        return str(error)
+    if unreadable := _unreadable(overrides):
+        others = check_overrides([word for word in overrides if word not in unreadable])
+        return "\n".join([*unreadable.values(), *filter(None, [others])])
+    parsed = OverridesParser.create().parse_overrides(overrides)
     choices = [_choices(override) for override in parsed if not isinstance(override.value(), Glob)]
     first = [of_one[0] for of_one in choices]
     trials = [first] + [
@@ -63,6 +64,23 @@ def check_overrides(overrides: list[str]) -> str | None:
             return "\n".join([*problems, *(unread_here.values() if len(trials) == 1 else ())])
         dead.append(unread_here)
     return "\n".join(text for key, text in dead[0].items() if all(key in other for other in dead)) or None
+
+
+def _unreadable(overrides: list[str]) -> dict[str, str]:
+    """Words that Hydra's grammar does not know -> what is wrong with each."""
+    wrong: dict[str, str] = {}
+    for word in overrides:
+        try:
+            OverridesParser.create().parse_overrides([word])
+        except HydraException as error:
+            key, equals, value = word.partition("=")
+            reason = next(line for line in str(error).splitlines() if not line.startswith("Error parsing"))
+            if not equals or not value or key != key.strip() or not key:
+                fix = "write key=value, without spaces around the ="
+            else:
+                fix = f"quote the value, twice for the shell's sake: '{key}=\"{value.strip(_QUOTES)}\"'"
+            wrong[word] = f"{word}: no key=value that can be read ({reason.partition(': ')[0].strip()}); {fix}"
+    return wrong
 
 
 def _look(overrides: list[str]) -> tuple[list[str], dict[str, str]]:

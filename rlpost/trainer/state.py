@@ -123,11 +123,9 @@ class CheckpointStore:
             shown = ", ".join(wrong[:5])
             raise ValueError(f"{folder}: {len(wrong)} files are damaged or missing: {shown}; {_instead()}")
         state = self.read(folder)
-        before, now = state.get("versions", {}), self._about.get("versions", {})
-        changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-        if changed:
-            shown = ", ".join(f"{name} {before.get(name)} -> {now.get(name)}" for name in changed)
-            logger.warning("%s was written with other software: %s", folder, shown)
+        for what, name in (("software", "versions"), ("settings", "config")):
+            if changed := _changes(state.get(name, {}), self._about.get(name, {})):
+                logger.warning("%s was written with other %s: %s", folder, what, ", ".join(changed))
         return state
 
     @staticmethod
@@ -190,6 +188,24 @@ def _manifest(folder: Path, object_hook: Callable[[dict[str, Any]], Any] | None 
     if outside:
         raise ValueError(f"{path}: names {outside[0]}, which is not in the checkpoint; {_instead()}")
     return plain if object_hook is None else json.loads(json.dumps(plain), object_hook=object_hook)
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`key old -> new` of everything in which two nested mappings differ, but for which checkpoint was meant."""
+    old, new = _flat(before), _flat(now)
+    keys = sorted((old.keys() | new.keys()) - {"trainer.resume"})
+    return [f"{key} {old.get(key)} -> {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
+
+
+def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted key -> the value as text; tuples are lists, as in a manifest."""
+    flat: dict[str, str] = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, default=str)
+    return flat
 
 
 def _digest(body: dict[str, Any]) -> str:

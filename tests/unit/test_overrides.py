@@ -134,3 +134,17 @@ def test_numbers_far_out_of_range_are_refused_or_fine_but_never_a_crash():
                     OmegaConf.update(cfg, key, float(value) if isinstance(OmegaConf.select(cfg, key), float) else value)
             _, problems = typed_and_problems(cfg)
             assert problems
+
+
+def test_words_that_cannot_be_read_are_named_beside_what_else_is_wrong():
+    address = "hf://openai/gsm8k?config=main&split=train"
+    told = check_overrides([f"data.train_files={address}", "rollout.n = 4", "rollout", "algo.adv_estimatr=grpo"])
+    assert told is not None
+    lines = told.splitlines()
+    assert lines[0].startswith(f"data.train_files={address}: ") and lines[0].endswith(
+        f"""'data.train_files="{address}"'"""
+    )
+    assert all(line.endswith("write key=value, without spaces around the =") for line in lines[1:3])
+    assert lines[1].startswith("rollout.n = 4: ") and lines[2].startswith("rollout: ")
+    assert lines[-1].endswith("did you mean 'algo.adv_estimator'?")
+    assert check_overrides([f'data.train_files="{address}"', "data=files"]) is None

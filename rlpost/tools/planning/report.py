@@ -11,6 +11,8 @@ from rlpost.tools.planning.memory import Memory, Phase
 from rlpost.tools.planning.run import Run
 from rlpost.tools.planning.steps import StepTime
 
+QUICKSTART_TOKENS = 64  # what its model is made for
+
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
@@ -175,6 +177,11 @@ def _assumptions(plan: Plan) -> str:
 
 def _notes(run: Run) -> list[str]:
     notes = []
+    if run.longest <= QUICKSTART_TOKENS:
+        notes.append(
+            f"sequences of at most {run.longest} tokens and {run.cfg.data.train_batch_size} prompts a step are the "
+            "quickstart's: set data.max_prompt_length, data.max_response_length and data.train_batch_size to yours"
+        )
     if run.shape.linear_layers:
         notes.append("what linear attention keeps is an estimate; no measurement stands behind it")
     if run.shape.experts:

@@ -168,6 +168,19 @@ def test_other_software_than_that_of_the_checkpoint_is_logged(tmp_path, caplog):
     assert "written with other software: torch 2 -> 3, vllm None -> 1" in caplog.text
 
 
+def test_other_settings_than_those_of_the_checkpoint_are_logged(tmp_path, caplog):
+    actor, rollout = {"lr": 1e-5, "betas": (0.9, 0.95)}, {"n": 4, "extra": {}}
+    before = {"actor": actor, "rollout": rollout, "trainer": {"resume": "auto"}}
+    folder = save(CheckpointStore(tmp_path, None, {"config": before}), 1)
+    same = before | {"trainer": {"resume": str(folder)}}
+    asyncio.run(CheckpointStore(tmp_path, None, {"config": same}).load(folder))
+    assert caplog.text == ""
+    now = same | {"actor": actor | {"lr": 2e-5}, "rollout": {"n": 8, "extra": {"a": "b"}}}
+    asyncio.run(CheckpointStore(tmp_path, None, {"config": now}).load(folder))
+    told = "actor.lr 1e-05 -> 2e-05, rollout.extra {} -> None, rollout.extra.a None -> b, rollout.n 4 -> 8"
+    assert f"written with other settings: {told}" in caplog.text
+
+
 def test_a_missing_file_is_named(tmp_path):
     store = CheckpointStore(tmp_path, None)
     folder = save(store, 1, write_two)

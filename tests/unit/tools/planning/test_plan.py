@@ -122,3 +122,10 @@ def test_pools_set_the_number_of_devices_where_nothing_else_does():
 def test_every_device_has_a_source_and_aliases_lead_to_one():
     assert all(device.source and device.name == name for name, device in DEVICES.items())
     assert device_of("MI350") is DEVICES["mi350x"]
+
+
+def test_lengths_of_the_quickstart_are_noted(capsys):
+    assert main(["shape=qwen3-8b", "num_gpus=8"]) == 0
+    assert "are the quickstart's: set data.max_prompt_length" in capsys.readouterr().out
+    assert main(["shape=qwen3-8b", "num_gpus=8", "data.max_response_length=1024"]) == 0
+    assert "quickstart" not in capsys.readouterr().out
