@@ -240,7 +240,8 @@ def _without_misfits(overrides: list[str], error: Exception) -> tuple[list[str],
     if not wrong:  # each fits alone, but not with another
         return [], [_explained(error)]
     fitting = [override.input_line or "" for override in values if override not in [misfit for misfit, _ in wrong]]
-    return groups + fitting, [from_verl(misfit.key_or_group) or _explained(why) for misfit, why in wrong]
+    said = [from_verl(misfit.key_or_group, (misfit.input_line or "").partition("=")[2]) for misfit, _ in wrong]
+    return groups + fitting, [verl or _explained(why) for verl, (_, why) in zip(said, wrong, strict=True)]
 
 
 def _misfits(groups: list[str], values: list[Override], error: Exception) -> list[tuple[Override, Exception]]:

@@ -2,10 +2,13 @@
 
 import difflib
 import importlib
+import re
 from collections.abc import Callable, Iterable
+from pathlib import PurePath
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+_FILE = re.compile(r"(?P<file>.*/.*?|.*\.py)(:(?P<name>\w+))?")
 
 
 def near(name: str, known: Iterable[str]) -> str:
@@ -25,8 +28,14 @@ def load_dotted(path: str, key: str) -> Any:
         key: the config key it came from, for the message.
 
     Raises:
-        ValueError: the module does not import or lacks the attribute; says which, and the original error.
+        ValueError: a file, or a module that does not import or lacks the attribute; says which, and the original error.
     """
+    if file := _FILE.fullmatch(path):
+        wanted = f"{PurePath(file['file']).stem}.{file['name'] or 'my_function'}"
+        raise ValueError(
+            f"{key}={path}: expected module and name, not a file: write {key}={wanted}, and start in the file's folder "
+            "or put it on PYTHONPATH"
+        )
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
         raise ValueError(f"{key}={path}: expected a dotted path such as 'my_package.my_module.my_function'")

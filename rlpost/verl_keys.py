@@ -143,14 +143,18 @@ _EXACT: dict[str, tuple[str | None, str]] = {
 }
 
 
-def from_verl(key: str) -> str | None:
-    """What verl's `key` is here, as a sentence; None where it is no key of verl that we know, or is called the same."""
+def from_verl(key: str, value: str = "") -> str | None:
+    """What verl's `key` is here, as a sentence; None where it is no key of verl that we know, or is called the same.
+
+    With its `value`, where that means the same here: what to write.
+    """
     if key not in _EXACT:
         return None
     ours, note = _EXACT[key]
     if ours is None:
         return f"{key} is a key of verl that has none here: {note}"
-    return f"{key} is verl's name for {ours}" + (f" ({note})" if note else "")
+    write = f": write {ours}={value}" if value and not note else ""
+    return f"{key} is verl's name for {ours}" + (f" ({note})" if note else "") + write
 
 
 def ours_of(key: str) -> str | None:

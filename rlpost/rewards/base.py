@@ -52,6 +52,7 @@ class RewardTerm:
         per_answer: one call an answer, so that a hang or crash costs only that one; the function still gets a sequence.
         imports: optional packages that it needs, imported in the process before the first call.
         sandboxed: it runs the model's code, and is refused where the sandbox that `reward.sandbox` names does not work.
+        functions: keywords that are dotted paths of functions, which are looked up before anything starts.
     """
 
     fn: RewardFn
@@ -59,6 +60,7 @@ class RewardTerm:
     per_answer: bool = False
     imports: tuple[str, ...] = ()
     sandboxed: bool = False
+    functions: tuple[str, ...] = ()
 
 
 _MODULES = ("code_tests", "match", "math_answer", "model", "reasoning_gym", "shaping", "verl")
@@ -72,11 +74,14 @@ def register_reward(
     per_answer: bool = False,
     imports: tuple[str, ...] = (),
     sandboxed: bool = False,
+    functions: tuple[str, ...] = (),
 ) -> Callable[[RewardFn], RewardFn]:
     """Decorator: file a reward function under `name`; see `RewardTerm` for the options."""
 
     def add(fn: RewardFn) -> RewardFn:
-        term = RewardTerm(fn=fn, isolated=isolated, per_answer=per_answer, imports=imports, sandboxed=sandboxed)
+        term = RewardTerm(
+            fn=fn, isolated=isolated, per_answer=per_answer, imports=imports, sandboxed=sandboxed, functions=functions
+        )
         REWARDS.register(name)(term)
         return fn
 

@@ -172,6 +172,8 @@ def _resolve(key: str, cfg: RewardTermConfig, given: dict[str, Any]) -> _Term:
         if importlib.util.find_spec(module) is None:
             raise ValueError(f"{at}.fn={cfg.fn} needs the package '{module}': pip install 'rlpost[rewards]'")
     kwargs = _check_kwargs(term, cfg, at, given)
+    for name in term.functions:
+        _load_function(kwargs[name], f"{at}.kwargs.{name}")
     is_async = _is_async(term.fn)
     return _Term(
         key=key,
@@ -195,10 +197,14 @@ def _is_async(fn: Any) -> bool:
 def _find(name: str, at: str) -> RewardTerm:
     if "." not in name:
         return REWARDS.get(name, f"{at}.fn")
-    function = load_dotted(name, f"{at}.fn")
+    return RewardTerm(fn=_load_function(name, f"{at}.fn"))
+
+
+def _load_function(path: str, key: str) -> Any:
+    function = load_dotted(path, key)
     if not callable(function):
-        raise ValueError(f"{at}.fn={name}: not a function")
-    return RewardTerm(fn=function)
+        raise ValueError(f"{key}={path}: not a function")
+    return function
 
 
 def _check_kwargs(term: RewardTerm, cfg: RewardTermConfig, at: str, given: dict[str, Any]) -> dict[str, Any]:

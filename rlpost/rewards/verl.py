@@ -7,7 +7,7 @@ from rlpost.rewards.base import Answer, Reward, register_reward
 from rlpost.trajectory import Prompt
 
 
-@register_reward("verl", per_answer=True)
+@register_reward("verl", per_answer=True, functions=("path",))
 def verl(prompt: Prompt, answers: Sequence[Answer], *, path: str, **kwargs: object) -> list[Reward]:
     """`compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs)`, which returns a number or a dict.
 
@@ -16,8 +16,7 @@ def verl(prompt: Prompt, answers: Sequence[Answer], *, path: str, **kwargs: obje
     Args:
         path: dotted path of the function.
     """
-    compute_score = load_dotted(path, "reward.terms.*.kwargs.path")
-    assert callable(compute_score), f"{path} is not a function"
+    compute_score = load_dotted(path, "path")
     rewards = []
     for answer in answers:
         result = compute_score(

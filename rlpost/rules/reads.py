@@ -84,7 +84,7 @@ def _listed(section: str, chooser: str, table: Mapping[str, tuple[str, ...]], wh
 
         yield Reader(
             keys=(f"{section}.{key}",),
-            by=f"the {what}{'s' if len(names) > 1 else ''} {', '.join(names)}",
+            by=f"the {what}{('es' if what.endswith('s') else 's') if len(names) > 1 else ''} {', '.join(names)}",
             when=when,
             decided_by=(f"{section}.{chooser}",),
             fix=f"set {section}.{chooser}={names[0]}",

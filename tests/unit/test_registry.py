@@ -34,3 +34,21 @@ def test_load_dotted_names_the_key_and_what_is_missing():
         load_dotted("math.sqrtt", "reward.terms.a.fn")
     with pytest.raises(ValueError, match="expected a dotted path"):
         load_dotted("sqrt", "reward.terms.a.fn")
+
+
+@pytest.mark.parametrize(
+    "path, wanted",
+    [
+        ("./my_reward.py:score", "my_reward.score"),
+        ("my_reward.py:score", "my_reward.score"),
+        ("/home/me/my_reward.py", "my_reward.my_function"),
+        ("rewards/my_reward:score", "my_reward.score"),
+        ("mytask/my_reward.score", "my_reward.my_function"),
+    ],
+)
+def test_load_dotted_says_how_a_file_is_named(path, wanted):
+    with pytest.raises(ValueError) as caught:
+        load_dotted(path, "reward.terms.a.fn")
+    assert str(caught.value).startswith(
+        f"reward.terms.a.fn={path}: expected module and name, not a file: write reward.terms.a.fn={wanted}, and start"
+    )

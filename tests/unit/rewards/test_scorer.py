@@ -205,6 +205,11 @@ def test_check_rewards_refuses_what_is_no_list(result: Any) -> None:
         ),
         ({"a": "format"}, r"reward.terms.a.fn=format cannot be called .*'pattern'"),
         ({"a": "reward_model"}, r"reward.terms.a.fn=reward_model asks a reward model, but none is served"),
+        (
+            {"a": {"fn": "verl", "kwargs": {"path": "mine/reward.py"}}},
+            r"reward.terms.a.kwargs.path=mine/reward.py: .* not a file: write .*=reward.my_function",
+        ),
+        ({"a": {"fn": "verl", "kwargs": {"path": "math.pi"}}}, "reward.terms.a.kwargs.path=math.pi: not a function"),
     ],
 )
 def test_term_that_cannot_run_is_refused_when_built(terms: dict, message: str) -> None:
