@@ -74,7 +74,8 @@ def _unreadable(overrides: list[str]) -> dict[str, str]:
             OverridesParser.create().parse_overrides([word])
         except HydraException as error:
             key, equals, value = word.partition("=")
-            reason = next(line for line in str(error).splitlines() if not line.startswith("Error parsing"))
+            lines = str(error).splitlines()
+            reason = next((line for line in lines if not line.startswith("Error parsing")), "not its grammar")
             if not equals or not value or key != key.strip() or not key:
                 fix = "write key=value, without spaces around the ="
             else:

@@ -287,8 +287,8 @@ class ModelWorker:
 
         `readers` counts the processes that receive, by the uuid of their device.
         """
-        here = transport == "ipc"
-        num_readers = readers.get(platform().device_uuid(), 0) if here else sum(readers.values())
+        maps = transport == "ipc"  # then a rank serves the readers of its own device
+        num_readers = readers.get(platform().device_uuid(), 0) if maps else sum(readers.values())
         if self._sender is not None:
             self._sender.abandon()
         self._sender = Sender(
